@@ -44,7 +44,7 @@ def cmd_run(args: argparse.Namespace) -> None:
         print(f"{e.name}: {e.title}", flush=True)
         _run_one(e, args)
 
-# %% ../nbs/90_cli.ipynb #11aea76d
+# %% ../nbs/90_cli.ipynb #dc47fc72
 def cmd_report(args: argparse.Namespace) -> None:
     "Print the scorecard and write the report."
     from fact_nb.scorecard import as_text, scorecard
@@ -52,8 +52,10 @@ def cmd_report(args: argparse.Namespace) -> None:
     if args.json: print(json.dumps(rows, ensure_ascii=False, indent=1))
     else: print(as_text(rows))
     if not args.json:
+        from fact_nb.protocol import UsageError
         from fact_nb.report import write_report
-        print(f"\nreport: {write_report(args.out, args.results)}")
+        try: print(f"\nreport: {write_report(args.out, args.results)}")
+        except OSError as e: raise UsageError(f"{args.out} cannot be written ({e.strerror}): choose another place with --out") from None
 
 # %% ../nbs/90_cli.ipynb #36a15f6a
 def cmd_data(args: argparse.Namespace) -> None:

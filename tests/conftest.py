@@ -1,0 +1,19 @@
+"""What the tests share: running the command line as a user does, in a process of its own."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def fact(tmp_path):
+    "Call `fact …` in an empty folder; returns the finished process."
+    def call(*args, **kw):
+        env = dict(os.environ, OMP_NUM_THREADS="1", **kw.pop("env", {}))
+        env.pop("FACT_RESULTS", None)
+        return subprocess.run([sys.executable, "-m", "fact_nb", *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, **kw)
+    return call

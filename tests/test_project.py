@@ -1,0 +1,134 @@
+"""The repository itself: site structure, README, packaging, the Makefile's messages."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+
+
+def contents(items):
+    "File names of a Quarto sidebar, sections flattened."
+    for i in items:
+        if isinstance(i, str): yield i
+        elif "contents" in i: yield from contents(i["contents"])
+        else: yield i["href"]
+
+
+def test_sidebar_lists_every_notebook_once():
+    site = yaml.safe_load((ROOT / "_quarto.yml").read_text())
+    listed = list(contents(site["website"]["sidebar"]["contents"]))
+    assert sorted(listed) == sorted(str(p.relative_to(ROOT / "nbs")) for p in NOTEBOOKS)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_opens_as_it_should(path):
+    nb = nbformat.read(path, 4)
+    first = nb.cells[0]
+    assert first.cell_type == "markdown" and re.match(r"# .+\n> .+", first.source), "title and one-line subtitle first"
+    assert path.stat().st_size < 2_000_000
+    assert len({c.id for c in nb.cells}) == len(nb.cells)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_links_and_references_resolve(path):
+    nb = nbformat.read(path, 4)
+    text = "\n".join(c.source for c in nb.cells if c.cell_type == "markdown")
+    for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text): assert (path.parent / target).exists(), target
+    labels = set(re.findall(r"\{#((?:eq|fig|tbl|sec)-[\w-]+)", text)) | set(re.findall(r"^#\| label: (\S+)", "\n".join(c.source for c in nb.cells if c.cell_type == "code"), re.M))
+    for ref in re.findall(r"@((?:eq|fig|tbl|sec)-[\w-]+\w)", text): assert ref in labels, ref
+    bib = set(re.findall(r"@\w+\{([\w-]+),", (ROOT / "nbs" / "references.bib").read_text()))
+    for cite in re.findall(r"\[@([\w-]+)", text): assert cite in bib or re.match("eq-|fig-|tbl-|sec-", cite), cite
+
+
+def test_no_export_cell_is_long():
+    long = []
+    for path in NOTEBOOKS:
+        for i, c in enumerate(nbformat.read(path, 4).cells):
+            if c.cell_type == "code" and re.search(r"^#\|\s*export", c.source, re.M):
+                n = len([l for l in c.source.splitlines() if l.strip() and not l.strip().startswith("#")])
+                if n > 30: long.append(f"{path.name} cell {i}: {n} lines")
+    assert not long, long
+
+
+def test_readme_is_made_from_index():
+    done = subprocess.run([sys.executable, "tools/readme.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_begins_with_what_is_needed():
+    head = (ROOT / "README.md").read_text()[:700]
+    assert "Python ≥ 3.11" in head and "apt-get install make python3-venv" in head and "3 GB" in head
+    assert head.index("make reproduce") < head.index("make test")
+
+
+def test_constraints_and_settings():
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert re.search(r"^torch==2\.13\.0$", constraints, re.M), "no local tag"
+    settings = (ROOT / "settings.ini").read_text()
+    requirements = re.search(r"^requirements = (.*)$", settings, re.M)[1].split()
+    assert all(">=" in r for r in requirements), "lower bounds only"
+
+
+def test_wheel_works_without_nbdev_jupyter_or_the_repository(tmp_path):
+    src = tmp_path / "src"
+    shutil.copytree(ROOT, src, ignore=shutil.ignore_patterns(".venv", ".git", "results", "nbs", "report", "_proc", "_docs", "build", "dist", "*.egg-info"))
+    done = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)], cwd=src, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wheel = next(tmp_path.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as z: z.extractall(tmp_path / "site"); names = z.namelist()
+    assert "fact_nb/py.typed" in names and not any(n.startswith(("nbs/", "tests/", "tools/")) for n in names)
+    assert "fact=fact_nb.cli:main" in next((tmp_path / "site").glob("*.dist-info/entry_points.txt")).read_text().replace(" ", "")
+    code = ("import sys\nsys.path.insert(0, 'site')\n"
+            "class Block:\n    def find_spec(self, name, path=None, target=None):\n        if name.split('.')[0] in ('nbdev', 'fastcore', 'execnb', 'IPython', 'jupyterlab', 'ipykernel'): raise ImportError(name)\n"
+            "sys.meta_path.insert(0, Block())\nimport runpy, fact_nb\nassert fact_nb.__file__.startswith('site') or '/site/' in fact_nb.__file__\n"
+            "import pkgutil, importlib\nfor m in pkgutil.walk_packages(fact_nb.__path__, 'fact_nb.'):\n    if not m.name.endswith('__main__'): importlib.import_module(m.name)\n"
+            "sys.argv = ['fact', 'list']\nrunpy.run_module('fact_nb', run_name='__main__')\n")
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "separation" in done.stdout, done.stderr
+
+
+def make(*args, **env):
+    return subprocess.run(["make", *args], cwd=ROOT, capture_output=True, text=True, env=dict(os.environ, **env))
+
+
+def test_make_says_what_is_missing():
+    done = make("needs", "PYTHON=no-such-python")
+    assert done.returncode != 0 and "apt-get install make python3-venv" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("quarto") is not None, reason="Quarto is installed")
+def test_make_docs_without_quarto_says_how_to_get_it():
+    done = make("docs")
+    assert done.returncode != 0 and "quarto.org" in done.stdout and not (ROOT / "_proc").exists()
+
+
+def test_workflows_pin_actions_and_ask_for_little():
+    for path in (ROOT / ".github" / "workflows").glob("*.yaml"):
+        flow = yaml.safe_load(path.read_text())
+        assert flow["permissions"] == {"contents": "read"}
+        for uses in re.findall(r"uses: (\S+)", path.read_text()): assert re.search(r"@[0-9a-f]{40}$", uses), uses
+
+
+@pytest.mark.parametrize("kind, damage", [("clean", lambda r: add_execution_count(r / "nbs" / "00_core.ipynb")), ("export", lambda r: (r / "fact_nb" / "core.py").write_text("x = 1\n"))])
+def test_checks_find_what_they_look_for(tmp_path, kind, damage):
+    copy = tmp_path / "repo"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "results", "_proc"))
+    damage(copy)
+    done = subprocess.run([sys.executable, "tools/check.py", kind], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 1 and "run: make export" in done.stderr and "core" in done.stderr
+
+
+def add_execution_count(path: Path) -> None:
+    nb = json.loads(path.read_text())
+    next(c for c in nb["cells"] if c["cell_type"] == "code")["execution_count"] = 7
+    path.write_text(json.dumps(nb))

@@ -1,0 +1,38 @@
+"""README.md from nbs/index.ipynb, through nbconvert (nbdev_readme needs Quarto).
+
+usage: python tools/readme.py [--check]      --check: say whether README.md is up to date, change nothing
+"""
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+from nbconvert import MarkdownExporter
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def render() -> str:
+    nb = nbformat.read(ROOT / "nbs" / "index.ipynb", 4)
+    nb.cells = [c for c in nb.cells if not re.match(r"#\|\s*hide", c.source)]
+    nb.metadata["language_info"] = dict(name="python")
+    for c in nb.cells:
+        c.source = re.sub(r"^#\|.*\n", "", c.source, flags=re.M)
+        if c.cell_type == "code": c.outputs = []
+    text, _ = MarkdownExporter().from_notebook_node(nb)
+    text = re.sub(r"\]\((?!https?:|#|/|mailto:)([^)]+)\)", r"](nbs/\1)", text)  # links are relative to nbs/ there, to the root here
+    text = text.replace("](nbs/../", "](")
+    return "<!-- made from nbs/index.ipynb by `make readme`; edit that -->\n\n" + re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def main(check: bool) -> int:
+    path, new = ROOT / "README.md", render()
+    if check:
+        same = path.exists() and path.read_text(encoding="utf-8") == new
+        if not same: print("README.md is not what nbs/index.ipynb says; run: make readme", file=sys.stderr)
+        return int(not same)
+    path.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__": sys.exit(main("--check" in sys.argv[1:]))
