@@ -1,0 +1,151 @@
+"scikit-learn's own checks on the estimators, whole; and what they do not cover."
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.datasets import load_iris
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from fact_nb import kernels
+from fact_nb.estimators import RFMClassifier, RFMRegressor
+
+BOTH = [RFMClassifier, RFMRegressor]
+
+
+SUITE = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from fact_nb.estimators import RFMClassifier, RFMRegressor
+from sklearn.utils.estimator_checks import check_estimator
+results = check_estimator(eval(sys.argv[1]), on_skip=None, on_fail=None)
+print(json.dumps([(r["check_name"], r["status"], str(r["exception"])[:500]) for r in results]))
+"""
+
+
+@pytest.mark.parametrize("est", ["RFMClassifier()", "RFMRegressor()", "RFMClassifier(update='nfa')", "RFMRegressor(kernel='gaussian', geometric=False)",
+                                 "RFMRegressor(diagonal=True, negative='clip')"])
+def test_the_whole_scikit_learn_suite(est):
+    "No check fails, none is expected to, and none is skipped; a fresh process, since two checks want an environment variable set before SciPy is imported."
+    env = dict(os.environ, SCIPY_ARRAY_API="1", OMP_NUM_THREADS="1")
+    out = subprocess.run([sys.executable, "-c", SUITE, est], env=env, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr[-2000:]
+    results = json.loads(out.stdout.splitlines()[-1])
+    assert len(results) >= 55
+    assert [r for r in results if r[1] != "passed"] == []
+
+
+def numbers(n=80, d=4, seed=0):
+    g = np.random.default_rng(seed); X = g.normal(size=(n, d))
+    return X, np.sin(2 * X[:, 0]) + X[:, 1], np.where(X[:, 0] > 0, "yes", "no")
+
+
+def test_frames_arrays_tensors_and_lists_agree():
+    X, y, _ = numbers(); m = RFMRegressor().fit(X, y).predict(X)
+    for A in (pd.DataFrame(X), torch.tensor(X), X.tolist(), np.asfortranarray(X)): np.testing.assert_allclose(RFMRegressor().fit(A, y).predict(A), m, atol=1e-7)
+    np.testing.assert_allclose(RFMRegressor().fit(torch.tensor(X), torch.tensor(y)).predict(torch.tensor(X)), m, atol=1e-7)
+    low = RFMRegressor(ridge=.1).fit(X.astype(np.float32), y)
+    assert low.M_.dtype == np.float32
+    np.testing.assert_allclose(low.predict(X.astype(np.float32)), RFMRegressor(ridge=.1).fit(X, y).predict(X), atol=1e-2)
+
+
+@pytest.mark.parametrize("labels", [[0, 1], [True, False], ["a", "b"], [-3, 7], [1.0, 2.0], list("xyz")], ids=str)
+def test_labels_of_any_kind(labels):
+    X, _, _ = numbers(); y = np.array(labels)[(np.abs(X[:, 0]) * 10).astype(int) % len(labels)]
+    m = RFMClassifier(ridge=1e-4).fit(X, y)
+    assert m.predict(X).dtype == y.dtype and (m.predict(X) == y).mean() > .95
+    P = m.predict_proba(X); assert P.shape == (80, len(labels)) and np.allclose(P.sum(1), 1) and (P > 0).all()
+    obj = RFMClassifier(ridge=1e-4).fit(X, y.astype(object)); assert (obj.predict(X) == m.predict(X)).all()
+    with pytest.raises(TypeError, match="bytes"): RFMClassifier().fit(X, np.array([b"p", b"q"] * 40))
+
+
+def test_names_must_match():
+    X, y, _ = numbers(); F = pd.DataFrame(X, columns=list("abcd")); m = RFMRegressor().fit(F, y)
+    assert m.get_feature_names_out().tolist() == list("abcd") and len(m.feature_importances_) == 4
+    with pytest.raises(ValueError, match="feature names"): m.predict(F[list("dcba")])
+    with pytest.raises(ValueError, match="feature_names_in_"): m.get_feature_names_out(list("dcba"))
+    with pytest.raises(ValueError, match="length"): m.get_feature_names_out(["a"])
+
+
+def test_pipeline_grid_clone_and_calibration():
+    X, y = load_iris(return_X_y=True); pipe = make_pipeline(StandardScaler(), RFMClassifier(iters=1))
+    assert cross_val_score(pipe, X, y, cv=3).mean() > .9
+    grid = GridSearchCV(pipe, {"rfmclassifier__kernel": ["laplace", kernels.Gaussian(2.)], "rfmclassifier__ridge": [.01, 100.]}, cv=3).fit(X, y)
+    assert grid.best_score_ > .9
+    c = clone(RFMClassifier(kernel=kernels.Laplace(3.), iters=7)); assert c.iters == 7 and c.kernel == kernels.Laplace(3.)
+    assert CalibratedClassifierCV(RFMClassifier(iters=1), cv=2).fit(X, y).predict_proba(X).shape == (150, 3)
+
+
+@pytest.mark.parametrize("Est", BOTH, ids=lambda e: e.__name__)
+def test_save_and_load_without_pickle(Est, tmp_path):
+    X, y, labels = numbers(); t = labels.astype(object) if Est is RFMClassifier else np.stack([y, -y], 1)
+    m = Est(kernel=kernels.ExpPower(2., 1.5), random_state=3, holdout=.2).fit(pd.DataFrame(X, columns=list("abcd")), t); m.save(tmp_path / "m.npz")
+    b = Est.load(tmp_path / "m.npz"); F = pd.DataFrame(X, columns=list("abcd"))
+    assert np.array_equal(b.predict(F), m.predict(F)) and b.get_params() == m.get_params()
+    assert b.get_feature_names_out().tolist() == list("abcd") and np.array_equal(b.M_, m.M_)
+    with np.load(tmp_path / "m.npz", allow_pickle=False) as z: assert all(z[k].dtype != object for k in z)
+    other = RFMRegressor if Est is RFMClassifier else RFMClassifier
+    with pytest.raises(ValueError, match=f"use {Est.__name__}.load"): other.load(tmp_path / "m.npz")
+
+
+def test_unfitted_cannot_be_saved(tmp_path):
+    with pytest.raises(Exception, match="not fitted"): RFMRegressor().save(tmp_path / "m.npz")
+
+
+class Odd(kernels.Gaussian): pass
+
+
+def test_a_kernel_of_ones_own_is_refused_by_save(tmp_path):
+    X, y, _ = numbers(); m = RFMRegressor(kernel=Odd(2.)).fit(X, y)
+    with pytest.raises(ValueError, match="not a kernel of fact_nb"): m.save(tmp_path / "m.npz")
+
+
+# bad input
+
+@pytest.mark.parametrize("Est", BOTH, ids=lambda e: e.__name__)
+def test_bad_input(Est):
+    X, y, labels = numbers(); t = labels if Est is RFMClassifier else y
+    for bad in (np.nan, np.inf):
+        Z = X.copy(); Z[1, 1] = bad
+        with pytest.raises(ValueError, match="NaN|infinity"): Est().fit(Z, t)
+        with pytest.raises(ValueError, match="NaN|infinity"): Est(iters=0).fit(X, t).predict(Z)
+    with pytest.raises(ValueError, match="could not convert"): Est().fit(np.array([["a", "b"]] * 80, dtype=object), t)
+    assert np.isfinite(Est(iters=1).fit(X.astype(object), t).M_).all()                              # numbers in an object array are fine
+    with pytest.raises(ValueError, match="kernel must be one of"): Est(kernel="rbf").fit(X, t)
+    with pytest.raises(ValueError, match="ridge"): Est(ridge=-1).fit(X, t)
+    with pytest.raises(ValueError, match="inconsistent"): Est().fit(X, t[:-1])
+    with pytest.raises(ValueError, match="[Nn]egative"): Est().fit(X, t, sample_weight=-np.ones(80))
+    with pytest.raises(ValueError, match="unknown device"): Est(device="abacus").fit(X, t)
+
+
+def test_one_row_one_class_constant_targets():
+    X, y, _ = numbers()
+    np.testing.assert_allclose(RFMRegressor().fit(X[:1], [3.]).predict(X), 3)
+    np.testing.assert_allclose(RFMRegressor().fit(X, np.full(80, 5.)).predict(X), 5)
+    m = RFMClassifier().fit(X, ["only"] * 80)
+    assert set(m.predict(X)) == {"only"} and m.predict_proba(X).tolist() == [[1.]] * 80
+
+
+def test_constant_columns_duplicates_and_wide_data():
+    X, y, _ = numbers(); wide = np.hstack([X, np.ones((80, 3))])
+    m = RFMRegressor().fit(np.vstack([wide, wide]), np.r_[y, y])
+    assert m.feature_importances_[4:].max() < 1e-9
+    tall = np.random.default_rng(1).normal(size=(15, 60)); assert np.isfinite(RFMRegressor().fit(tall, tall[:, 0]).predict(tall)).all()
+
+
+def test_ridge_zero_with_a_singular_kernel():
+    X, y, _ = numbers()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        m = RFMRegressor(ridge=0., iters=1).fit(np.vstack([X, X]), np.r_[y, y])
+    assert any("no ridge was added" in str(w.message) for w in caught)
+    np.testing.assert_allclose(m.predict(X), y, atol=1e-4)
