@@ -8,5 +8,6 @@ __all__ = []
 # %% ../nbs/91_main.ipynb #cf9fb3ad
 from .cli import main
 
-# %% ../nbs/91_main.ipynb #b1bcd7c2
+# %% ../nbs/91_main.ipynb #9dd36705
+#| eval: false
 if __name__ == "__main__": main()

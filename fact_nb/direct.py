@@ -53,21 +53,20 @@ def check_matrix(K) -> Tensor:
     if not K.is_floating_point(): raise TypeError(f"K must be floating point, this is {K.dtype}")
     return K
 
-# %% ../nbs/10a_direct.ipynb #74e687ff
+# %% ../nbs/10a_direct.ipynb #36d4b081
 def cholesky_(A: Tensor, # n × n; upper triangle K, below it anything; receives L in its lower triangle
               diag: Tensor, # the diagonal of K, n
               ridge: float = 0.,
               block: int | None = None, # panel width
              ) -> int: # 0, or the first column (from 1) where the matrix is not positive definite
     "Factor K + ridge·I = L Lᵀ in the lower triangle of A; the strict upper triangle keeps K."
-    n = A.shape[0]; b = block or (128 if A.device.type == "cpu" else 1024)
+    n = A.shape[0]; b = block or (1024 if A.device.type != "cpu" else 128 if n > 512 else 512)
     for j in range(0, n, b):
         e = min(j + b, n); done = A[j:e, :j]                             # L_p·
-        U = A[j:e, j:e].triu(1); D = U + U.T
-        D.diagonal().copy_(diag[j:e] + ridge)
-        L, info = torch.linalg.cholesky_ex(D.addmm_(done, done.T, alpha=-1))
+        D = A[j:e, j:e].clone(); D.diagonal().copy_(diag[j:e] + ridge)    # its upper triangle is K_pp + ridge
+        L, info = torch.linalg.cholesky_ex(D.addmm_(done, done.T, alpha=-1).mT if j else D.mT)
         if info: return j + int(info)
-        A[j:e, j:e] = U.add_(L)
+        A[j:e, j:e].triu_(1).add_(L)
         if e < n:
             R = torch.addmm(A[j:e, e:], done, A[e:, :j].T, alpha=-1)     # transposed: K_pr − L_p· L_r·ᵀ
             inv = torch.linalg.solve_triangular(L, torch.eye(e - j, dtype=A.dtype, device=A.device), upper=False)
@@ -211,18 +210,18 @@ def _pivot(ridges: list[float], near) -> float:
     "Of the ridges still to do: the largest that can still serve the smallest."
     return max(r for r in ridges if r == min(ridges) or near(r, min(ridges)))
 
-# %% ../nbs/10a_direct.ipynb #fe7f4a21
+# %% ../nbs/10a_direct.ipynb #f72afbaf
 def solve(K: Tensor, # n × n; its upper triangle is read
           Y: Tensor, # n or n × c
           ridge: float, # ρ = nλ, added to the diagonal
           method: str = "auto", # "auto", "cholesky" or "eigh"
           refine: bool = False, # factor in float32, refine to float64
-          overwrite: bool = True, # K may be used as workspace: afterwards it is K above the diagonal, L below
+          overwrite: bool = True, # the part of K below the diagonal may be used as workspace; the rest stays as it is
          ) -> Solution:
     "Solve (K + ridge·I) α = Y."
     return solve_grid(K, Y, [ridge], method, refine, overwrite)[0]
 
-# %% ../nbs/10a_direct.ipynb #5d984def
+# %% ../nbs/10a_direct.ipynb #09ddf68e
 def solve_grid(K: Tensor, Y: Tensor, # n × n and n or n × c
                ridges, # several values of ρ = nλ
                method: str = "auto", refine: bool = False, overwrite: bool = True, # as in solve
@@ -234,6 +233,7 @@ def solve_grid(K: Tensor, Y: Tensor, # n × n and n or n × c
     S = _System(A, A.diagonal().clone(), Y, method, refine)
     if not torch.isfinite(S.diag).all(): raise ValueError("K contains nan or inf")
     found = S.by_eig(set(ridges)) if method == "eigh" else S.by_factors(set(ridges))
+    A.diagonal().copy_(S.diag)                                                    # the upper triangle is K again
     for s in found.values(): s.alpha = s.alpha[:, 0] if flat else s.alpha
     return [found[r] for r in ridges]
 

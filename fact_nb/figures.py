@@ -37,7 +37,7 @@ def look(kind: str) -> dict[str, Any]:
     "Colour, marker and dash of a quantity, for plt.plot(..., **look('FACT'))."
     return dict(color=COLOURS[kind], marker=MARKERS[kind], linestyle=DASHES[kind], markersize=5, linewidth=1.6)
 
-# %% ../nbs/27_figures.ipynb #d4ff293a
+# %% ../nbs/27_figures.ipynb #c1d8259f
 def heatmaps(matrices: Mapping[str, np.ndarray], # title -> matrix
              annotate: bool = False, # write the entries into the cells (small matrices)
              height: float = 2.2, # inches
@@ -49,7 +49,7 @@ def heatmaps(matrices: Mapping[str, np.ndarray], # title -> matrix
             top = np.abs(A).max() or 1.
             image = ax.imshow(A / top, cmap="RdBu_r", vmin=-1, vmax=1)
             if annotate:
-                for (i, j), v in np.ndenumerate(A / top): ax.text(j, i, f"{v:.2f}".replace("0.", "."), ha="center", va="center", fontsize=7, color="white" if abs(v) > .6 else "black")
+                for (i, j), v in np.ndenumerate(A / top): ax.text(j, i, f"{v + 0.:.2f}".replace("-0.00", "0.00").replace("0.", "."), ha="center", va="center", fontsize=7, color="white" if abs(v) > .6 else "black")
             ax.set(title=title, xticks=[], yticks=[]); ax.grid(False)
         fig.colorbar(image, ax=axes[0].tolist(), shrink=.8, label="entry / largest")
     return fig

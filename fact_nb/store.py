@@ -85,9 +85,11 @@ def _commit() -> str | None:
     commit, dirty = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", ".", "../nbs")
     return commit and commit + ("+changes" if dirty else "")
 
-# %% ../nbs/25_store.ipynb #ac45766f
+# %% ../nbs/25_store.ipynb #9ad37907
 def peak_memory() -> int:
     "Largest resident size of this process so far, in bytes."
+    if (status := Path("/proc/self/status")).exists(): # Linux: ru_maxrss would start from the parent's peak
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1])
     try: import resource
     except ImportError:  # Windows
         import psutil

@@ -89,7 +89,7 @@ def _kind(quantity: str) -> str:
     if "^" in quantity or "ᵀ" in quantity: return "other"
     return next((k for k in ("FACT", "AGOP", "eNFA") if k in quantity), "other")
 
-# %% ../nbs/05a_watch.ipynb #3ac091d6
+# %% ../nbs/05a_watch.ipynb #46976658
 def plot_history(h: pd.DataFrame, # history of a Watch
                  layers: Sequence[str] | None = None, # panels; all layers by default
                  quantities: Sequence[str] = ("FACT", "√(FACT·FACTᵀ)", "AGOP", "eNFA"), # lines; those that were measured are drawn
@@ -100,7 +100,7 @@ def plot_history(h: pd.DataFrame, # history of a Watch
     if h.empty: raise ValueError("nothing has been measured yet: call watch(model, count) first")
     layers, unit = list(dict.fromkeys(h.layer)) if layers is None else list(layers), h.columns[0]
     if unknown := [l for l in layers if l not in set(h.layer)]: raise ValueError(f"no layer {unknown[0]!r} in the history; there are {list(dict.fromkeys(h.layer))}")
-    similarity = similarity or next(iter(h.similarity))
+    similarity = similarity or next((s for s in h.similarity if s != "relative error"), "relative error")
     columns, h = min(columns, len(layers)), h[h.similarity == similarity]
     with style():
         fig, axes = plt.subplots(-(-len(layers) // columns), columns, sharex=True, sharey=True, squeeze=False, figsize=(WIDTH, 2.4 * -(-len(layers) // columns)))
@@ -110,5 +110,5 @@ def plot_history(h: pd.DataFrame, # history of a Watch
                 if len(line): ax.plot(line[unit], line.value, label=q, **look(_kind(q)))
             ax.set(title=f"layer {layer}", xlabel=unit, ylim=(min(-.05, h.value.min()), 1.05))
         for ax in axes.flat[len(layers):]: ax.set_visible(False)
-        axes[0, 0].set_ylabel(similarity); axes[0, 0].legend(fontsize=7)
+        axes[0, 0].set_ylabel(similarity); next((ax for ax in axes.flat if ax.lines), axes[0, 0]).legend(fontsize=7)
     return fig

@@ -2,6 +2,7 @@
 import copy
 import math
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
@@ -101,3 +102,18 @@ def test_fact_is_one_at_a_critical_point_and_the_history_says_so():
     at = lambda k, q: w.history.query("epoch == @k and quantity == @q").value.item()
     assert abs(at(0, "FACT") - 1) < 1e-9 and at(0, "residual") < 1e-9
     assert at(1, "FACT") < .999 and at(1, "residual") > .05
+
+
+def test_the_plot_shows_correlations_when_an_embedding_comes_first():
+    "An embedding's first row is a relative error; the figure must still be of correlations, with a legend where there are lines."
+    model, X, y, loss = CASES["transformer"]
+    w = Watch(loss, [(X, y)], .1, quantities=["fact"])
+    w(model, 0)
+    assert w.history.similarity.iloc[0] == "relative error"
+    fig = w.plot()
+    assert fig.axes[0].get_ylabel() == "pearson"
+    drawn = [ax for ax in fig.axes if ax.lines]
+    at = w.history.query("quantity == 'FACT'").set_index("layer").value
+    assert [ax.get_title() for ax in drawn] == [f"layer {n}" for n in at.index] and drawn[0].get_legend() is not None
+    assert drawn[0].lines[0].get_ydata()[0] == at.iloc[0]
+    plt.close("all")
