@@ -263,7 +263,7 @@ class _System:
             todo = [r for r in todo if r not in found]
         return found
 
-# %% ../nbs/10a_direct.ipynb #d2f957d8
+# %% ../nbs/10a_direct.ipynb #c4ef4a7d
 def _checked(S: "_System", alpha: Tensor, method: str, ridge: float, note: str, start: float, steps: int = 0) -> Solution:
     "A Solution with its residual measured; anything not finite is an error."
     if not torch.isfinite(alpha).all(): raise ValueError("K contains nan or inf, or the solution overflows")
@@ -273,18 +273,22 @@ def _goal(S: "_System") -> float:
     "Residual at which a served ridge is as good as a factored one."
     return 1e-6 if S.A.dtype == torch.float32 else 1e-12
 
+def _budget(S: "_System") -> float:
+    "Steps of shift_solve that cost as much as half a factorisation; measured, a step costs 4 (float32) or 8 times its n²c operations."
+    n, c = S.Y.shape
+    return .5 * n / 3 / ((4 if S.A.dtype == torch.float32 else 8) * max(c, 4))
+
 def _near(S: "_System", least: float, r0: float, r: float) -> bool:
     "Serving ridge r from the factor at r0 costs less than half of a factorisation."
-    n, c = S.Y.shape
-    return shift_steps(least, r0, r, _goal(S)) * 8 * max(c, 4) <= .5 * n / 3
+    return shift_steps(least, r0, r, _goal(S)) <= _budget(S)
 
-# %% ../nbs/10a_direct.ipynb #7b6c838f
+# %% ../nbs/10a_direct.ipynb #ccd56825
 def _serve(S: "_System", r0: float, ridges: list[float]) -> dict[float, Solution]:
     "Solutions at `ridges` from the factor at r0; those that do not converge are left out."
     if not ridges: return {}
-    t = time.perf_counter(); n, c = S.Y.shape
+    t = time.perf_counter(); c = S.Y.shape[1]
     shift = torch.tensor(ridges, dtype=S.A.dtype, device=S.A.device).sub_(r0).repeat_interleave(c)
-    x, res, k = shift_solve(S.A, S.Y.repeat(1, len(ridges)), shift, _goal(S), max(4, int(n / (32 * max(c, 4)))))
+    x, res, k = shift_solve(S.A, S.Y.repeat(1, len(ridges)), shift, _goal(S), max(4, int(1.5 * _budget(S))))
     out, t = {}, time.perf_counter() - (time.perf_counter() - t) / len(ridges)
     for r, a, e in zip(ridges, x.split(c, 1), res.split(c)):
         if (e <= 3 * _goal(S)).all(): out[r] = _checked(S, a.contiguous(), "cholesky+cg", r, f"{k} steps from the factor at ridge {r0:g}", t, k)
