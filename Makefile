@@ -63,7 +63,7 @@ export: setup
 	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
 
 outputs: setup
-	@$(BIN)/python tools/outputs.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/outputs.py
 
 readme: setup
 	@$(BIN)/python tools/readme.py

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Critical', 'critical_point', 'train_to_critical']
 
-# %% ../nbs/06_critical.ipynb #67917841
+# %% ../nbs/06_critical.ipynb #6baa7978
 from dataclasses import dataclass
 from typing import Callable
 
@@ -14,6 +14,8 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from .core import one_thread
 
 # %% ../nbs/06_critical.ipynb #558f2b6e
 @dataclass
@@ -50,7 +52,7 @@ def _newton(loss: Callable[[Tensor], Tensor], theta: Tensor, steps: int, rcond: 
         theta, g = new, g_new
     return theta, steps
 
-# %% ../nbs/06_critical.ipynb #3fb143b1
+# %% ../nbs/06_critical.ipynb #98923f84
 def critical_point(loss: Callable[[Tensor], Tensor], # objective of one flat vector; built from torch operations
                    theta0: Tensor, # where to start
                    iters: int = 20_000, # at most so many L-BFGS iterations
@@ -60,8 +62,9 @@ def critical_point(loss: Callable[[Tensor], Tensor], # objective of one flat vec
     "A critical point of `loss` near a minimum reached from `theta0`, in float64."
     theta0 = torch.as_tensor(theta0).detach().to("cpu", torch.float64)
     if not torch.isfinite(theta0).all(): raise ValueError("the starting point contains nan or inf")
-    with torch.random.fork_rng(devices=[]): theta, it = _lbfgs(loss, theta0, iters, gtol)
-    theta, k = _newton(loss, theta, newton) if newton else (theta, 0)
+    with one_thread(): # these problems are small
+        theta, it = _lbfgs(loss, theta0, iters, gtol)
+        theta, k = _newton(loss, theta, newton) if newton else (theta, 0)
     L, g = loss(theta).item(), torch.func.grad(loss)(theta).norm().item()
     if not np.isfinite(L): raise ValueError("the objective became nan or inf: scale it, or start elsewhere")
     return Critical(theta, L, g, it, k)

@@ -1,6 +1,6 @@
 """Execute the notebooks and save their outputs. Cells flagged slow, gpu or `eval: false` keep the outputs they have.
 
-usage: python tools/outputs.py [notebook …]      without arguments: all of nbs/
+usage: python tools/outputs.py [--slow] [notebook …]      without names: all of nbs/; --slow: run cells flagged slow too
 """
 import re
 import subprocess
@@ -40,6 +40,7 @@ def execute(path: Path) -> None:
 
 
 def main(names: list[str]) -> int:
+    if "--slow" in names: FLAGS.remove("slow"); names.remove("--slow")
     paths = [Path(n).resolve() for n in names] or sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
     failed = []
     for p in (bar := tqdm(paths)):

@@ -87,14 +87,14 @@ def best_scale_error(N: Tensor, A: Tensor) -> float:
     "Relative error of A for N after the best scaling: what a proportionality could achieve."
     return rel_err(N, A * ((A * N).sum() / (A * A).sum()))
 
-# %% ../../nbs/experiments/theorem.ipynb #94ad9672
+# %% ../../nbs/experiments/theorem.ipynb #83905c1d
 def critical_unit(cfg: "Config", unit: dict) -> Output:
     "One network and loss: measured before training and at a critical point."
     loss_fn, X, Y = task(unit["loss"], cfg.n)
     with seeded(unit["seed"]): net = NETS[unit["net"]]().double()
     ask = lambda: measure(net, loss_fn, [(X, Y)], weight_decay=cfg.lam)
     before = ask()
-    c = train_to_critical(net, loss_fn, X, Y, cfg.lam, iters=cfg.iters, newton=0 if unit["net"] == "attention" else 20)
+    c = train_to_critical(net, loss_fn, X, Y, cfg.lam, iters=cfg.iters)
     after = ask()
     return Output([dict(layer=k, output=i == len(after.layers) - 1, grad_norm=c.grad_norm, **layer_row(before[k], after[k])) for i, k in enumerate(after.layers)])
 
@@ -116,12 +116,12 @@ def proof_unit(cfg: "Config", unit: dict) -> Output:
                  defect=rel_err(W.T @ W - fact, W.T @ full / cfg.lam))
     return Output([dict(line=k, error=v) for k, v in lines.items()] + [dict(line="batch-norm trace", error=batch_norm_trace(cfg))])
 
-# %% ../../nbs/experiments/theorem.ipynb #9656c4ae
+# %% ../../nbs/experiments/theorem.ipynb #dd712180
 def batch_norm_trace(cfg: "Config") -> float:
     "|tr FACT| / ‖FACT‖ of a layer that feeds batch normalisation: zero, so FACT cannot be WᵀW there."
     loss_fn, X, Y = task("mse", cfg.n)
     with seeded(0): net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5, eps=1e-14), nn.Tanh(), nn.Linear(5, 3)).double()
-    fact = -net[0].weight.T @ torch.autograd.grad(loss_fn(net(X), Y), net[0].weight)[0] / cfg.lam
+    fact = -net[0].weight.detach().T @ torch.autograd.grad(loss_fn(net(X), Y), net[0].weight)[0] / cfg.lam
     return float(fact.trace().abs() / fact.norm())
 
 # %% ../../nbs/experiments/theorem.ipynb #3bf337a7
