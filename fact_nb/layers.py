@@ -5,17 +5,15 @@
 # %% auto #0
 __all__ = ['RIGHT', 'LEFT', 'QUANTITIES', 'LABELS', 'SIMILARITY', 'Use', 'Layer', 'Report', 'table', 'plot']
 
-# %% ../nbs/02c_layers.ipynb #96bb474a
+# %% ../nbs/02c_layers.ipynb #75318071
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pandas as pd
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from . import features
 from .core import cosine, pearson, rel_err
-
-if TYPE_CHECKING: from matplotlib.axes import Axes
 
 # %% ../nbs/02c_layers.ipynb #667cde21
 RIGHT = ("nfm", "fact", "agop", "enfa") # d × d: the input side of the layer
@@ -119,7 +117,7 @@ def _row(use: Use, **kw) -> dict[str, float]:
     if whole and use.G is not None: row["residual"] = use.residual
     return row | _side(use, kept(LEFT), **kw)
 
-# %% ../nbs/02c_layers.ipynb #71d986d7
+# %% ../nbs/02c_layers.ipynb #06390a7d
 @dataclass
 class Report:
     "What `measure` found: one `Layer` per weight matrix."
@@ -143,7 +141,7 @@ class Report:
         "One row per layer: see `table`."
         return table(self, similarity, **kw)
 
-    def plot(self, similarity: str = "pearson", **kw) -> "Axes":
+    def plot(self, similarity: str = "pearson", **kw) -> Axes:
         "Similarity to WᵀW by depth: see `plot`."
         return plot(self, similarity, **kw)
 
@@ -171,12 +169,12 @@ def _place(column: str) -> int:
     form = next((i for i, k in enumerate(("r(", "√", "ᵀ", "^")) if k in column), -1)
     return 100 * start + 10 * kind + form + 1
 
-# %% ../nbs/02c_layers.ipynb #771296a5
+# %% ../nbs/02c_layers.ipynb #d05f0cef
 def plot(rep: Report, # what was measured
          similarity: str = "pearson", # or "cosine"
          backward: bool = False, # the d' × d' side
-         ax: "Axes | None" = None, # where to draw; a new figure by default
-        ) -> "Axes":
+         ax: Axes | None = None, # where to draw; a new figure by default
+        ) -> Axes:
     "Similarity of FACT, AGOP and eNFA with WᵀW, layer by layer."
     import matplotlib.pyplot as plt
     import seaborn as sns

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def test_links_and_references_resolve(path):
     for ref in re.findall(r"@((?:eq|fig|tbl|sec)-[\w-]+\w)", text): assert ref in labels, ref
     bib = set(re.findall(r"@\w+\{([\w-]+),", (ROOT / "nbs" / "references.bib").read_text()))
     for cite in re.findall(r"\[@([\w-]+)", text): assert cite in bib or re.match("eq-|fig-|tbl-|sec-", cite), cite
+
+
+def test_every_notebook_can_be_made_into_a_page(monkeypatch):
+    "What nbdev does before Quarto: it fails on a show_doc whose types are not defined yet, and on cells that mix imports and code."
+    from execnb.nbio import read_nb
+    from nbdev.processors import FilterDefaults
+    monkeypatch.chdir(ROOT / "nbs")
+    monkeypatch.setenv("IN_TEST", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for path in NOTEBOOKS: FilterDefaults()(read_nb(path))
 
 
 def test_no_export_cell_is_long():

@@ -21,7 +21,7 @@ FLAGS = CFG["DEFAULT"]["tst_flags"].split()
 
 def skipped(source: str) -> bool:
     "Is this cell flagged so that the tests do not run it either?"
-    flags = re.findall(r"^#\|\s*(\w+):?\s*(\S*)", source, re.M)
+    flags = re.findall(r"^#\|[ \t]*(\w+):?[ \t]*(\S*)", source, re.M)
     return any(name in FLAGS or (name, value) == ("eval", "false") for name, value in flags)
 
 
