@@ -22,7 +22,7 @@ MARKERS = dict(FACT="o", AGOP="s", eNFA="^", NFM="D", sqrt="v", other="x")
 DASHES = dict(FACT="-", AGOP="--", eNFA=":", NFM="-.", sqrt=(0, (5, 1, 1, 1)), other=(0, (1, 3)))
 WIDTH = 7.0 # inches: every figure has this width
 
-# %% ../nbs/27_figures.ipynb #eecb2870
+# %% ../nbs/27_figures.ipynb #8ffdb37f
 @contextmanager
 def style() -> Iterator[None]:
     "The theme of every figure, inside a with block; nothing leaks out."
@@ -30,7 +30,9 @@ def style() -> Iterator[None]:
         sns.set_theme(context="notebook", style="ticks", palette="colorblind", font_scale=.85,
                       rc={"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": .3, "figure.constrained_layout.use": True,
                           "svg.fonttype": "path", "mathtext.fontset": "cm", "figure.facecolor": "white"})
-        yield
+        try: yield
+        finally: live = mpl.is_interactive()
+    mpl.interactive(live) # a notebook's backend starts with the first figure, inside the block: keep what it switched on
 
 # %% ../nbs/27_figures.ipynb #724b5c04
 def look(kind: str) -> dict[str, Any]:
