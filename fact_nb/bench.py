@@ -52,10 +52,11 @@ def run_suite(name: str, # as in `suites()`
     if not quick: write_record(Store(results).root/"bench"/f"{name}.json", dict(suite=name, rounds=rounds, rows=rows, provenance=provenance()))
     return rows
 
-# %% ../nbs/32_benchmarks.ipynb #1e74321f
+# %% ../nbs/32_benchmarks.ipynb #643707fa
 def as_text(rows: list[dict]) -> str:
     "Benchmark rows for a terminal."
     cell = lambda v: "" if v is None else f"{v:.2f}" if isinstance(v, float) else str(v)
-    line = lambda n, r, s, t, note: f"{n:52} {r:>8}  {s:17} {t:12} {note}".rstrip()
+    wide = max([len(r["name"]) for r in rows], default=0)
+    line = lambda n, r, s, t, note: f"{n:{wide}} {r:>8}  {s:17} {t:12} {note}".rstrip()
     return "\n".join([line("benchmark", "ratio", "smallest–largest", "target", "")] +
                      [line(r["name"], cell(r["ratio"]), f"{cell(r.get('low'))}–{cell(r.get('high'))}", r.get("target", ""), r.get("note", "")) for r in rows])
