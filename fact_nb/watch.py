@@ -89,7 +89,7 @@ def _kind(quantity: str) -> str:
     if "^" in quantity or "ᵀ" in quantity: return "other"
     return next((k for k in ("FACT", "AGOP", "eNFA") if k in quantity), "other")
 
-# %% ../nbs/05a_watch.ipynb #46976658
+# %% ../nbs/05a_watch.ipynb #5952169e
 def plot_history(h: pd.DataFrame, # history of a Watch
                  layers: Sequence[str] | None = None, # panels; all layers by default
                  quantities: Sequence[str] = ("FACT", "√(FACT·FACTᵀ)", "AGOP", "eNFA"), # lines; those that were measured are drawn
@@ -108,7 +108,7 @@ def plot_history(h: pd.DataFrame, # history of a Watch
             for q in quantities:
                 line = h[(h.layer == layer) & (h.quantity == q)].sort_values(unit)
                 if len(line): ax.plot(line[unit], line.value, label=q, **look(_kind(q)))
-            ax.set(title=f"layer {layer}", xlabel=unit, ylim=(min(-.05, h.value.min()), 1.05))
+            ax.set_title(f"layer {layer}", fontsize=7.5 if len(layer) < 12 else 6.5); ax.set(xlabel=unit, ylim=(min(-.05, h.value.min()), 1.05))
         for ax in axes.flat[len(layers):]: ax.set_visible(False)
         axes[0, 0].set_ylabel(similarity); next((ax for ax in axes.flat if ax.lines), axes[0, 0]).legend(fontsize=7)
     return fig
