@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEEDS := needed: Python >= 3.11 with venv, make, 3 GB of disk (on Debian: apt-get install make python3-venv)
 STAMP := $(VENV)/.installed
+# No stamp: an install was interrupted, so the environment is made anew.
 # The environment is up to date when the stamp holds the hash of these three files (and this folder: scripts in .venv carry its path).
 HASH = $$( { echo "$(CURDIR)"; cat settings.ini setup.py constraints.txt; } | cksum )
 
@@ -26,7 +27,7 @@ needs:
 setup: needs
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(HASH)" ]; then \
 	  echo "setting up $(VENV) (once; some minutes)"; \
-	  { $(BIN)/python -m pip --version >/dev/null 2>&1 && head -1 $(BIN)/pip | grep -qF "$(CURDIR)/"; } || $(PYTHON) -m venv --clear $(VENV) || exit 1; \
+	  { [ -e $(STAMP) ] && head -1 $(BIN)/pip 2>/dev/null | grep -qF "$(CURDIR)/"; } || $(PYTHON) -m venv --clear $(VENV) || exit 1; \
 	  rm -f $(STAMP); \
 	  PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '.[dev]' || exit 1; \
 	  echo "$(HASH)" > $(STAMP); \
