@@ -24,13 +24,13 @@ def cmd_list(args: argparse.Namespace) -> None:
     for e in registry().values(): print(f"{e.name:18} {', '.join(store.labels(e.name)) or '–':22} {e.title}")
     print("\npresets: quick (seconds), cpu (as close to the paper as two cores reach), paper (the paper's own settings)\nnext: fact run NAME [--preset cpu], then fact report")
 
-# %% ../nbs/90_cli.ipynb #4fb9f7a8
+# %% ../nbs/90_cli.ipynb #5fc6d34a
 def _run_one(exp, args: argparse.Namespace) -> None:
     "Run one experiment and print its verdicts."
     from fact_nb.protocol import UsageError, run
     from fact_nb.store import Store
     settings = list(args.set) + ([f"seeds={args.seeds}"] if args.seeds is not None else [])
-    r = run(exp, args.preset, settings, args.results, args.device, args.resume, progress=not args.quiet)
+    r = run(exp, args.preset, settings, args.results, args.device, args.resume, progress=not args.quiet, engine=args.engine, workers=args.workers, scheduler=args.scheduler)
     for id, judge in exp.judges.items():
         if (j := judge(r)) is not None: print(f"  {id:24} {j.verdict:20} {j.ours}" + (f"  [{j.note}]" if j.note else ""))
     print(f"  stored in {Store(args.results).whole_path(exp.name, r.label)}")
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
                    add("bench", cmd_bench, "measure speed as ratios within one run"))
     return p
 
-# %% ../nbs/90_cli.ipynb #2c4fbaac
+# %% ../nbs/90_cli.ipynb #2fd6a9c0
 def _run_options(s: argparse.ArgumentParser) -> None:
     "Options of `fact run`."
     s.add_argument("name", metavar="NAME", help="an experiment from `fact list`, or all")
@@ -106,6 +106,9 @@ def _run_options(s: argparse.ArgumentParser) -> None:
     s.add_argument("--seeds", metavar="N", help="the same as --set seeds=N")
     s.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
     s.add_argument("--resume", action=argparse.BooleanOptionalAction, default=None, help="use units that are stored already (default: yes, except for quick)")
+    s.add_argument("--engine", default="local", metavar="local|dask", help="processes of this machine, or a Dask cluster (default: local)")
+    s.add_argument("--workers", type=int, metavar="N", help="processes that share the units (default: the experiment's own choice)")
+    s.add_argument("--scheduler", metavar="ADDRESS", help="of the Dask cluster, tcp://host:8786; without it one is started here")
     s.add_argument("--quiet", action="store_true", help="no progress bars")
 
 # %% ../nbs/90_cli.ipynb #21330b06

@@ -82,12 +82,12 @@ def rel_asymmetry(A: Tensor) -> float:
     n = A.norm()
     return float((A - A.T).norm() / n) if n > 0 else 0.
 
-# %% ../nbs/00_core.ipynb #85da51df
-def sym_sqrt(A: Tensor, # any square matrix
+# %% ../nbs/00_core.ipynb #fc47a1c3
+def sym_sqrt(A: Tensor, # any matrix, k × d
              power: float = 1., # 1 gives √(AAᵀ); ½ gives (AAᵀ)^¼
-            ) -> Tensor: # symmetric p.s.d.
+            ) -> Tensor: # k × k, symmetric p.s.d.
     "√(A Aᵀ)^power = U Σ^power Uᵀ, from the SVD of A."
-    U, S, _ = torch.linalg.svd(A)
+    U, S, _ = torch.linalg.svd(A, full_matrices=False)
     return (U * S.pow(power)) @ U.T
 
 # %% ../nbs/00_core.ipynb #d3ffe19e

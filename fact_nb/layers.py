@@ -88,7 +88,7 @@ def _fact(layer: Layer, q: str) -> Tensor:
     if q not in layer.held: layer.held[q] = getattr(features, q)(layer.W, layer.G, layer.weight_decay)
     return layer.held[q]
 
-# %% ../nbs/02c_layers.ipynb #fb77617a
+# %% ../nbs/02c_layers.ipynb #9af4e216
 SIMILARITY = dict(pearson=pearson, cosine=cosine)
 
 def _side(use: Use, # a layer or one use of it
@@ -99,10 +99,11 @@ def _side(use: Use, # a layer or one use of it
          ) -> dict[str, float]: # column → value
     "Similarities of one side of a layer with its NFM."
     row, target = {}, qs[0]
+    Q = features.row_basis(use.W) if symmetrise and target == "nfm" else None
     for q in qs[1:]:
         try: A, N = use.get(q), use.get(target)
         except ValueError: continue
-        forms = features.variants(LABELS[q], A, power) if symmetrise else {LABELS[q]: A}
+        forms = features.variants(LABELS[q], A, power, Q) if symmetrise else {LABELS[q]: A}
         row |= {name: SIMILARITY[similarity](N, M) for name, M in forms.items()}
         if q.endswith("fact"): row[f"r({LABELS[q]})"] = rel_err(N, A)
     return row

@@ -6,18 +6,20 @@
 __all__ = ['HOLDS', 'CHANGED', 'DIFFERS', 'NOT_RUN', 'UsageError', 'override', 'replace', 'require', 'Output', 'Context',
            'Judgement', 'judge', 'Figure', 'Experiment', 'settings', 'label_of', 'run', 'finish', 'registry', 'find']
 
-# %% ../nbs/26_protocol.ipynb #4be4d6c5
+# %% ../nbs/26_protocol.ipynb #a568a41d
 import dataclasses
 import importlib
 import math
 import pkgutil
 import time
 import typing
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
+import joblib
 import torch
 from tqdm.auto import tqdm
 
@@ -76,12 +78,13 @@ def require(ok: bool, # what must be true
     "Raise a UsageError unless `ok`."
     if not ok: raise UsageError(message)
 
-# %% ../nbs/26_protocol.ipynb #1fccb386
+# %% ../nbs/26_protocol.ipynb #5238e54d
 @dataclass
 class Output:
     "What one unit of work produced."
     rows: list[dict[str, Any]] # tidy: one measurement a row
     arrays: Mapping[str, Any] = field(default_factory=dict) # name -> matrix, kept small
+    retry: str = "" # why the unit could not be done (a damaged file, say): it is stored, named, and tried again by the next run
 
 # %% ../nbs/26_protocol.ipynb #bf185fe4
 @dataclass
@@ -126,7 +129,7 @@ class Figure:
     caption: str # the message, one or two sentences
     alt: str # what a reader who cannot see it needs to know
 
-# %% ../nbs/26_protocol.ipynb #137f9b1d
+# %% ../nbs/26_protocol.ipynb #2c37a755
 @dataclass(frozen=True)
 class Experiment:
     "Everything the protocol needs to run, judge and draw one experiment."
@@ -137,6 +140,9 @@ class Experiment:
     run_unit: Callable[[Any, dict, Context], Output] # does one unit
     judges: Mapping[str, Callable[[Result], Judgement | None]] = field(default_factory=dict) # claim id -> verdict; None when this size cannot say
     figures: Mapping[str, Figure] = field(default_factory=dict) # name -> figure
+    cost: Callable[[Any, dict], float] = lambda cfg, unit: 1. # estimated seconds of a unit: for the bar, and to give workers the longest first
+    batch: Callable[[Any, dict], bool] = lambda cfg, unit: True # False: run it alone, with every core, when there are several workers
+    workers: int = 1 # processes by default (quick always uses one); 0: one per core
 
     def preset(self, name: str) -> Any:
         "The configuration of a preset, or a UsageError that names those there are."
@@ -148,30 +154,36 @@ def settings(cfg: Any, grid: bool = True) -> dict[str, Any]:
     "A configuration as a dictionary in JSON's types; without its grid fields when grid=False."
     return {f.name: plain(getattr(cfg, f.name)) for f in dataclasses.fields(cfg) if grid or not f.metadata.get("grid")}
 
-# %% ../nbs/26_protocol.ipynb #95602914
-def label_of(exp: Experiment, preset: str, cfg: Any) -> str:
-    "The preset's name, with every field that differs from it: a run with overrides never mixes with the preset's own."
+# %% ../nbs/26_protocol.ipynb #bcc9054b
+def label_of(exp: Experiment, preset: str, cfg: Any, grid: bool = True) -> str:
+    "The preset's name, with every field that differs from it; without grid fields (grid=False) it names the folder of the units."
     base = exp.preset(preset)
-    diff = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != getattr(base, f.name)}
+    diff = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != getattr(base, f.name) and (grid or not f.metadata.get("grid"))}
     text = lambda v: "-".join(map(text, v)) if isinstance(v, tuple) else f"{v:g}" if isinstance(v, float) else str(v)
     return "+".join([preset, *(f"{k}={text(v)}" for k, v in diff.items())])
 
-# %% ../nbs/26_protocol.ipynb #44ecb18f
+# %% ../nbs/26_protocol.ipynb #0953f86e
 def _usable(record: dict | None, cfg: Any, unit: dict) -> bool:
-    "Was this stored unit made with these settings?"
+    "Was this stored unit made, whole, with these settings?"
     same = lambda a, b: {k: v for k, v in a.items() if k in b} == b
-    return record is not None and record["unit"] == plain(unit) and same(record["config"], settings(cfg, grid=False))
+    return record is not None and not record.get("retry") and record["unit"] == plain(unit) and same(record["config"], settings(cfg, grid=False))
 
-# %% ../nbs/26_protocol.ipynb #a3e51379
-def _do_unit(exp: Experiment, cfg: Any, unit: dict, label: str, store: Store, dev: torch.device, progress: bool) -> None:
-    "Run one unit and store it."
-    key = unit_key(unit)
-    scratch = store.scratch(exp.name, label, key)
+# %% ../nbs/26_protocol.ipynb #a252b563
+def _work(run_unit: Callable, cfg: Any, unit: dict, scratch: str, dev: str, progress: bool = False) -> tuple[dict, dict]: # record, arrays
+    "Do one unit, in this process or in a worker's."
     start = time.perf_counter()
-    out = exp.run_unit(cfg, unit, Context(dev, scratch, progress))
+    out = run_unit(cfg, unit, Context(torch.device(dev), Path(scratch), progress))
     made = dict(provenance(dev), seconds=round(time.perf_counter() - start, 3), peak_memory=peak_memory())
-    write_record(store.unit_path(exp.name, label, key), dict(unit=unit, config=settings(cfg), rows=out.rows, provenance=made), out.arrays)
-    _remove(scratch)
+    record = dict(unit=unit, config=settings(cfg), rows=plain(out.rows), provenance=made) | (dict(retry=out.retry) if out.retry else {})
+    return record, {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in out.arrays.items()}
+
+# %% ../nbs/26_protocol.ipynb #4b6a1ee3
+def _keep(exp: Experiment, folder: str, store: Store, record: dict, arrays: dict) -> None:
+    "Store a finished unit, remove its checkpoints, and name it if it could not be done."
+    key = unit_key(record["unit"])
+    write_record(store.unit_path(exp.name, folder, key), record, arrays)
+    _remove(store.scratch(exp.name, folder, key))
+    if record.get("retry"): warnings.warn(f"{exp.name} {key} was left out: {record['retry']}. The rest goes on; the same command tries it again", stacklevel=2)
 
 # %% ../nbs/26_protocol.ipynb #f7e1d12f
 def _remove(folder: Path) -> None:
@@ -187,7 +199,39 @@ def _device(name: str) -> torch.device:
     try: return pick_device(name)
     except ValueError as e: raise UsageError(str(e)) from None
 
-# %% ../nbs/26_protocol.ipynb #5b3ac14c
+# %% ../nbs/26_protocol.ipynb #7edc19ec
+def _local(exp: Experiment, cfg: Any, jobs: list[tuple], workers: int) -> Iterator[tuple[dict, dict]]:
+    "Records as they are finished, from this process or from several."
+    together = [j for j in jobs if exp.batch(cfg, j[2])] if workers > 1 else []
+    if len(together) > 1:
+        together.sort(key=lambda j: -exp.cost(cfg, j[2]))
+        with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+            yield from joblib.Parallel(n_jobs=min(workers, len(together)), batch_size=1, pre_dispatch="2*n_jobs", return_as="generator_unordered")(joblib.delayed(_work)(*j[:5]) for j in together)
+    for j in jobs:
+        if len(together) < 2 or j not in together: yield _work(*j)
+
+# %% ../nbs/26_protocol.ipynb #11cfe90f
+def _dask(exp: Experiment, cfg: Any, jobs: list[tuple], workers: int, scheduler: str | None) -> Iterator[tuple[dict, dict]]:
+    "Records as a Dask cluster finishes them."
+    try: from distributed import Client, as_completed
+    except ImportError: raise UsageError("--engine dask needs Dask: pip install 'fact_nb[dask]'") from None
+    try: client = Client(scheduler, timeout=20) if scheduler else Client(n_workers=workers, threads_per_worker=1, dashboard_address=None)
+    except (OSError, ValueError) as e: raise UsageError(f"no Dask scheduler answers at {scheduler} ({type(e).__name__}): start one with `dask scheduler`") from None
+    with client:
+        first = sorted(jobs, key=lambda j: -exp.cost(cfg, j[2]))
+        futures = [client.submit(_work, *j[:5], pure=False, priority=-i) for i, j in enumerate(first)]
+        for f, made in as_completed(futures, with_results=True): f.release(); yield made
+
+# %% ../nbs/26_protocol.ipynb #b1c637d8
+def _engine(exp: Experiment, cfg: Any, jobs: list[tuple], engine: str, workers: int | None, scheduler: str | None, quick: bool) -> Iterator[tuple[dict, dict]]:
+    "Records of all jobs, in the order in which they are finished."
+    require(engine in ("local", "dask"), f"unknown engine {engine!r}; there are: local, dask")
+    require(scheduler is None or engine == "dask", "--scheduler belongs to --engine dask")
+    require(workers is None or workers >= 1, f"workers must be at least 1, not {workers}")
+    n = workers or (1 if quick else exp.workers or joblib.cpu_count())
+    return _dask(exp, cfg, jobs, n, scheduler) if engine == "dask" else _local(exp, cfg, jobs, n)
+
+# %% ../nbs/26_protocol.ipynb #8a5a1d18
 def run(exp: Experiment, # which
         preset: str = "quick", # quick, cpu or paper
         overrides: Iterable[str] = (), # "field=value"
@@ -195,27 +239,39 @@ def run(exp: Experiment, # which
         device: str = "auto", # cpu, cuda, mps, auto
         resume: bool | None = None, # use stored units; by default yes, except for quick
         progress: bool = True, # show bars
+        engine: str = "local", workers: int | None = None, scheduler: str | None = None, # local or dask; how many processes; Dask's address
        ) -> Result:
     "Run an experiment, unit by unit, and return its result; what is stored already is not done again."
     cfg = override(exp.preset(preset), overrides)
-    store, dev, label = Store(results), _device(device), label_of(exp, preset, cfg)
+    store, dev, label, folder = Store(results), _device(device), label_of(exp, preset, cfg), label_of(exp, preset, cfg, grid=False)
     resume = preset != "quick" if resume is None else resume
     units = list(exp.units(cfg))
-    bar = tqdm(units, desc=f"{exp.name} {label}", disable=not progress, unit="unit")
-    for unit in bar:
-        if resume and _usable(store.read_unit(exp.name, label, unit_key(unit)), cfg, unit): continue
-        _do_unit(exp, cfg, unit, label, store, dev, progress)
-    return finish(exp, cfg, label, units, store)
+    todo = [u for u in units if not (resume and _usable(store.read_unit(exp.name, folder, unit_key(u)), cfg, u))]
+    jobs = [(exp.run_unit, cfg, u, str(store.scratch(exp.name, folder, unit_key(u))), str(dev), progress) for u in todo]
+    made = _engine(exp, cfg, jobs, engine, workers, scheduler, preset == "quick")
+    with _bar(exp, cfg, f"{exp.name} {label}", units, todo, progress) as bar:
+        for record, arrays in made:
+            _keep(exp, folder, store, record, arrays)
+            bar.update(exp.cost(cfg, record["unit"])); bar.set_postfix_str(f"{unit_key(record['unit'])} done")
+    return finish(exp, cfg, label, folder, units, store)
 
-# %% ../nbs/26_protocol.ipynb #ddf551c8
-def finish(exp: Experiment, cfg: Any, label: str, units: Sequence[dict], store: Store) -> Result:
+# %% ../nbs/26_protocol.ipynb #0ceed415
+def _bar(exp: Experiment, cfg: Any, name: str, units: Sequence[dict], todo: Sequence[dict], progress: bool) -> tqdm:
+    "A bar over the estimated cost of all units."
+    total, left = (sum(exp.cost(cfg, u) for u in us) for us in (units, todo))
+    return tqdm(desc=f"{name}, {len(todo)} of {len(units)} to do", total=total, initial=total - left, disable=not progress,
+                bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}")
+
+# %% ../nbs/26_protocol.ipynb #e724d7d4
+def finish(exp: Experiment, cfg: Any, label: str, folder: str, units: Sequence[dict], store: Store) -> Result:
     "Write the whole result from its finished units, and read it back."
     keys = [unit_key(u) for u in units]
     if len(set(keys)) < len(keys): raise ValueError(f"{exp.name}: two units have the same key")
-    made = [store.read_unit(exp.name, label, k)["provenance"] for k in keys]
+    if not keys: raise UsageError(f"{exp.name}: these settings leave nothing to do")
+    made = [store.read_unit(exp.name, folder, k)["provenance"] for k in keys]
     total = dict(made[-1], seconds=round(sum(m["seconds"] for m in made), 3), peak_memory=max(m["peak_memory"] for m in made),
                  commits=sorted({m["commit"] for m in made if m["commit"]}))
-    write_record(store.whole_path(exp.name, label), dict(experiment=exp.name, label=label, config=settings(cfg), units=keys, provenance=total))
+    write_record(store.whole_path(exp.name, label), dict(experiment=exp.name, label=label, folder=folder, config=settings(cfg), units=keys, provenance=total))
     return store.load(exp.name, label)
 
 # %% ../nbs/26_protocol.ipynb #03c97d46
@@ -225,9 +281,13 @@ def registry() -> dict[str, Experiment]:
     mods = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
     return {m.experiment.name: m.experiment for m in mods if hasattr(m, "experiment")}
 
-# %% ../nbs/26_protocol.ipynb #e971a696
+# %% ../nbs/26_protocol.ipynb #9d2838bf
 def find(name: str) -> Experiment:
     "An experiment by name, or a UsageError that names those there are."
+    import fact_nb.experiments as package
+    if any(m.name == name for m in pkgutil.iter_modules(package.__path__)):
+        exp = getattr(importlib.import_module(f"{package.__name__}.{name}"), "experiment", None)
+        if exp is not None and exp.name == name: return exp
     known = registry()
     if name not in known: raise UsageError(f"unknown experiment {name!r}; there are: {', '.join(sorted(known))}")
     return known[name]

@@ -189,7 +189,7 @@ def unit_key(unit: Mapping[str, Any] # the parameters that tell this unit from t
     if not re.fullmatch(r"[\w=,.+-]{1,150}", text): raise ValueError(f"not usable as a file name: {text!r}")
     return text
 
-# %% ../nbs/25_store.ipynb #cc073990
+# %% ../nbs/25_store.ipynb #5a30d61c
 class Store:
     "Results on disk: units as they finish, and the whole when all are there."
     def __init__(self, root: str | Path | None = None): self.root = results_dir(root)
@@ -206,8 +206,9 @@ class Store:
         "A finished result, or None when it is not there or a part of it is damaged."
         whole = read_record(self.whole_path(name, label))
         if whole is None: return None
-        units = {k: self.read_unit(name, label, k) for k in whole["units"]}
+        folder = whole.get("folder", label) # where its units lie
+        units = {k: self.read_unit(name, folder, k) for k in whole["units"]}
         if any(u is None for u in units.values()): return None
         rows = [{**u["unit"], **r} for u in units.values() for r in u["rows"]]
-        arrays = {k: read_arrays(self.unit_path(name, label, k)) for k, u in units.items() if u.get("arrays")}
+        arrays = {k: read_arrays(self.unit_path(name, folder, k)) for k, u in units.items() if u.get("arrays")}
         return Result(name, label, whole["config"], pd.DataFrame(rows), arrays, whole["provenance"])

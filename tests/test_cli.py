@@ -13,6 +13,7 @@ import pytest
 # the smallest run with several units: two scan points, one trend point, the closed form, the lemmas
 SMALL = ["run", "separation", "--set", "ps=1e-5", "--set", "lams=1e-5,1e-6", "--set", "eps=.8", "--seeds", "1", "--quiet"]
 LABEL = "quick+ps=1e-05+lams=1e-05-1e-06+seeds=1+eps=0.8"
+FOLDER = "quick+seeds=1"     # of its units: the other fields only decide which units there are
 
 
 def test_help_and_list_read_well(fact):
@@ -53,7 +54,7 @@ def test_overrides_change_the_outcome_and_stay_apart(fact, tmp_path):
         done = fact(*SMALL, "--set", f"width={width}")
         assert done.returncode == 0, done.stderr
     for p in (tmp_path / "results" / "separation").glob("*.json"):
-        unit = json.loads((p.parent / p.name.removesuffix(".json") / "part=scan,p=1e-05,lam=1e-06.json").read_text())
+        unit = json.loads((p.parent / json.loads(p.read_text())["folder"] / "part=scan,p=1e-05,lam=1e-06.json").read_text())
         rows[p.name] = unit["rows"][0]["grad_norm"]
     assert len(rows) == 2 and len(set(rows.values())) == 2
 
@@ -72,12 +73,12 @@ def test_quick_opens_no_socket(tmp_path):
 
 def results(tmp_path: Path) -> dict:
     "Rows of every stored unit, without what may differ between two runs."
-    return {p.name: json.loads(p.read_text())["rows"] for p in sorted((tmp_path / "results" / "separation" / LABEL).glob("*.json"))}
+    return {p.name: json.loads(p.read_text())["rows"] for p in sorted((tmp_path / "results" / "separation" / FOLDER).glob("*.json"))}
 
 
 def test_ctrl_c_leaves_a_consistent_store(fact, tmp_path):
     p = subprocess.Popen([sys.executable, "-m", "fact_nb", *SMALL], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS="1"))
-    folder = tmp_path / "results" / "separation" / LABEL
+    folder = tmp_path / "results" / "separation" / FOLDER
     for _ in range(600):
         if list(folder.glob("*.json")): break
         time.sleep(.05)
@@ -111,12 +112,11 @@ def test_a_corrupted_result_is_named_and_set_aside(fact, tmp_path):
     assert fact("run", "separation", "--set", "seeds=1", "--quiet").returncode == 0
     label = "quick+seeds=1"
     folder = tmp_path / "results" / "separation"
-    for p in [*folder.glob("*.json"), *folder.rglob("*.npz"), *folder.rglob("part*.json")]:     # make it the quick result itself
-        new = Path(str(p).replace(label, "quick")); new.parent.mkdir(exist_ok=True, parents=True); p.rename(new)
-    unit = folder / "quick" / "part=limit.json"
+    (folder / f"{label}.json").rename(folder / "quick.json")                                    # as if it were the quick result itself
+    unit = folder / label / "part=limit.json"
     unit.write_text(unit.read_text().replace("0.", "1.", 3))
     done = fact("report")
     assert done.returncode == 0
     assert "part=limit.json is damaged" in done.stderr and "set aside as part=limit.json.corrupt-1" in done.stderr
     assert "separation/quick" not in fact("report", "--json").stdout          # not silently used
-    assert (folder / "quick" / "part=limit.json.corrupt-1").exists()
+    assert (folder / label / "part=limit.json.corrupt-1").exists()
