@@ -162,7 +162,7 @@ def judge_mlp(r: Result) -> Judgement | None:
 # %% ../../nbs/experiments/phase_transition.ipynb #b430a30a
 judges = {"phase-rfm": judge_rfm, "phase-mlp": judge_mlp}
 
-# %% ../../nbs/experiments/phase_transition.ipynb #d8d1dce2
+# %% ../../nbs/experiments/phase_transition.ipynb #247693f9
 def draw_curves(r: Result) -> plt.Figure:
     "Accuracy and share on the support over iterations (FACT-RFM) and steps (network); loss below."
     with style():
@@ -174,7 +174,7 @@ def draw_curves(r: Result) -> plt.Figure:
                 axes[0, j].plot(g.time, g.frob_share, label=("share of $M$" if learner == "rfm" else r"share of $W^\top W$") + " on the support" if n else None, **look("AGOP") | kw)
                 axes[1, j].plot(g.time, g.loss, label="test" if n else None, **look("FACT") | kw); axes[1, j].plot(g.time, g.train_loss, label="train" if n else None, **look("other") | kw)
             axes[0, j].axhline(.5, color="grey", lw=.8); axes[0, j].set(title=title, ylim=(-.03, 1.05)); axes[1, j].set(xlabel=x)
-            axes[0, j].legend(fontsize=7, loc="center left" if learner == "rfm" else "upper left"); axes[1, j].legend(fontsize=7)
+            axes[0, j].legend(fontsize=7, loc="upper left" if learner == "rfm" else "lower right"); axes[1, j].legend(fontsize=7)
         axes[0, 0].set_ylabel("accuracy, share"); axes[1, 0].set_ylabel("loss (squared error)"); axes[1, 1].set_ylabel("loss (cross-entropy)")
     return fig
 
@@ -200,9 +200,9 @@ def draw_features(r: Result) -> plt.Figure:
         fig.colorbar(image, ax=axes.ravel().tolist(), shrink=.4, label="entry / largest")
     return fig
 
-# %% ../../nbs/experiments/phase_transition.ipynb #ead6ee76
+# %% ../../nbs/experiments/phase_transition.ipynb #4c3d7fe5
 figures = dict(
-    curves=Figure(draw_curves, "The same points, two learners. Accuracy is flat at chance and then jumps, for FACT-RFM over iterations and for a network over steps, while the share of the feature matrix on the hidden coordinates grows steadily underneath.",
+    curves=Figure(draw_curves, "The same points, two learners. Accuracy is flat at chance and then jumps, for FACT-RFM over iterations and for a network over steps. In both the share of the feature matrix on the hidden coordinates rises first.",
                   "Four panels. Above, accuracy stays at one half and then rises steeply to one, for FACT-RFM within two iterations and for the network within a small part of its steps; the share on the support rises before and along with it. Below, the test losses fall at the same moments."),
     features=Figure(draw_features, "Feature matrices before and after the jump; the ticks mark the hidden coordinates. At the end of the flat stretch the support already stands out.",
                     "Nine heat maps. FACT-RFM's matrix goes from nearly the identity to four bright diagonal entries; the network's first-layer matrix, its FACT and its AGOP do the same."))
