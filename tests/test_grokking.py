@@ -51,7 +51,7 @@ def test_settings_change_a_run(tmp_path, field, value, unit):
 
 def test_units_change_a_run(tmp_path):
     end = lambda u: do(tmp_path, **u).rows[-1]
-    final = {str(u): (end(u)["test_loss"], end(u)["trace"]) for u in ({}, dict(seed=1), dict(op="sub"), dict(op="mul"), dict(op="div"), dict(kernel="gaussian"), dict(method="nfa"), dict(method="plain"), dict(method="rescaled"), dict(fraction=.5))}
+    final = {str(u): (end(u)["test_loss"], end(u)["trace"]) for u in ({}, dict(seed=1), dict(op="sub"), dict(op="mul"), dict(op="div"), dict(kernel="gaussian"), dict(kernel="gaussian", method="nfa"), dict(kernel="gaussian", method="centred"), dict(method="nfa"), dict(method="plain"), dict(method="rescaled"), dict(fraction=.5))}
     assert len(set(final.values())) == len(final), final                # plain and rescaled differ in scale only, as long as the ridge is far away
 
 
@@ -66,6 +66,7 @@ def test_grid_settings_add_units_and_keep_the_old(field, value):
     units = [tuple(u.items()) for u in g.units(TINY)]
     more = [tuple(u.items()) for u in g.units(dataclasses.replace(TINY, **{field: value}))]
     assert len(more) > len(units) and set(units) <= set(more) and len(more) == len(set(more))
+    assert ("centred" in {dict(u).get("method") for u in more}) == (field == "kernels")                # the NFA is centred for the Gaussian kernel only
 
 
 def test_the_cpu_preset_is_the_papers_size():

@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # per experiment: a unit that takes seconds, and the columns that must agree
 CHEAP = dict(separation=("part=scan,p=1e-05,lam=1e-06", ["FACT", "AGOP^1", "AGOP^0.5", "eNFA", "stable_rank", "loss"]),
              deep_linear=("L=3,seed=1,noise=128-125", ["fact", "r", "r_power"]),
+             grokking=("op=random,kernel=quadratic", ["errors", "test_acc"]),
+             kernel_theory=("part=converse", ["value"]),
+             similarity=("task=parity,kernel=quadratic,method=fact,seed=0", ["r2", "centred", "ranks", "objective"]),
              parity=("part=learn,k=2,n=500,method=fact,seed=0", ["accuracy", "mse", "trace_share", "frob_share"]),
              theorem=("net=conv,loss=ce,seed=0", ["r", "r_sqrt", "br", "r_before", "r_agop", "enfa_fact", "norm"]))
 

@@ -72,9 +72,9 @@ def images(name: str, n: int = 0) -> Flat:
     except DataUnavailable as e: raise UsageError(str(e)) from None
     return flatten(subset(full, n or None))
 
-# %% ../../nbs/experiments/depth.ipynb #7a8a4908
+# %% ../../nbs/experiments/depth.ipynb #65b9e6b9
 presets = dict(quick=Config(datasets=("digits",), seeds=2, n=1000, width=48, hidden=3, epochs=150, lr=.6, lam=3e-4, polish=150, window=100),
-               cpu=Config(seeds=3, at_paper=("mnist",), n=2000, width=128, width_cifar10=128, epochs=1000, lam=3e-4, polish=300, window=200),
+               cpu=Config(seeds=3, n=2000, width=128, width_cifar10=128, epochs=1000, lam=3e-4, polish=600, window=400),
                paper=Config())
 
 # %% ../../nbs/experiments/depth.ipynb #a1815d92

@@ -45,9 +45,9 @@ class Config(depth.Config):
         require(self.looks >= 10, "looks must be at least 10: the claims are about tenths of training")
         require(1 <= self.layers <= self.hidden, f"layers must be between 1 and hidden = {self.hidden}")
 
-# %% ../../nbs/experiments/epochs.ipynb #7447ada6
+# %% ../../nbs/experiments/epochs.ipynb #61064697
 presets = dict(quick=Config(datasets=("digits",), seeds=1, n=300, width=40, hidden=3, epochs=300, lr=.3, lam=1e-3, looks=20),
-               cpu=Config(seeds=3, n=1000, width=128, width_cifar10=128, epochs=2000, lam=3e-4),
+               cpu=Config(seeds=3, n=2000, width=128, width_cifar10=128, epochs=1000, lam=3e-4),
                paper=Config(control_seeds=5))
 
 # %% ../../nbs/experiments/epochs.ipynb #02579d68

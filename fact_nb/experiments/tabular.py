@@ -85,10 +85,10 @@ def units(cfg: Config) -> list[dict]:
     there = [b for b in cfg.baselines if b != "xrfm" or importlib.util.find_spec("xrfm")]
     return out + [dict(protocol="baseline", table=k, method=b) for b in there for k in ks if rows_of(k) <= cfg.baseline_n]
 
-# %% ../../nbs/experiments/tabular.ipynb #b9939be5
+# %% ../../nbs/experiments/tabular.ipynb #543bef7c
 def fit_seconds(n: int, d: int, c: int) -> float:
     "One fit with its update, averaged over the three learners."
-    return 4e-4 + n * n * (6e-8 + (2 * d + 2 * c + d * c) * 4e-11) + n**3 * 1e-11 * (.6 if n > 4000 else 1.)
+    return 7e-4 + n * n * (3.2e-8 + (2 * d + 2 * c + d * c) * 4e-11) + n**3 * 1e-11 * (.6 if 4000 <= n <= 25_000 else 1.)
 
 def cost(cfg: Config, unit: dict) -> float:
     "Estimated seconds of a unit on one core."
@@ -288,7 +288,7 @@ def draw_scatter(r: Result) -> plt.Figure:
                title=f"{len(wide)} tables: FACT better on {a['wins']}, equal on {a['ties']}, worse on {a['losses']}")
     return fig
 
-# %% ../../nbs/experiments/tabular.ipynb #977b922b
+# %% ../../nbs/experiments/tabular.ipynb #6d486d6d
 def gains(r: Result) -> pd.DataFrame: # a, b, protocol, difference, low, high, …
     "Paired differences under both protocols, on the tables that have both; without leak-free rows, of the published one alone."
     wide, free = marks(r), marks(r, "leak-free")
@@ -307,7 +307,7 @@ def draw_gains(r: Result) -> plt.Figure:
             if len(g): ax.errorbar(g.difference, [pairs.index(k) + shift for k in zip(g.a, g.b)], xerr=[g.difference - g.low, g.high - g.difference], label=f"{p}, {g.tables.iloc[0]} tables",
                                    capsize=3, **(look(kind) | dict(linestyle="none")))
         ax.axvline(0, color="grey", lw=1); ax.invert_yaxis(); ax.legend(fontsize=8)
-        ax.set(yticks=range(len(pairs)), yticklabels=[f"{SHORT[a]} − {SHORT[b]}" for a, b in pairs], xlabel="difference of mean accuracies (points), 95 % interval over tables")
+        ax.set(yticks=range(len(pairs)), yticklabels=[f"{SHORT[a]} − {SHORT[b]}" for a, b in pairs], xlabel="difference of means (points), 95 % interval")
     return fig
 
 # %% ../../nbs/experiments/tabular.ipynb #f770b7cd
@@ -351,14 +351,14 @@ def draw_critical(r: Result) -> plt.Figure:
         for ax, (wide, title) in zip(axes[:, 0], panels): draw_ranks(ax, wide, title)
     return fig
 
-# %% ../../nbs/experiments/tabular.ipynb #ccb4a07f
+# %% ../../nbs/experiments/tabular.ipynb #e4a4330d
 figures = dict(
-    scatter=Figure(draw_scatter, "Accuracy of FACT-RFM against NFA-RFM by the published protocol, one point a table: the two do equally well, on average and on nearly every table.",
-                   "Scatter plot of the accuracy of FACT-RFM against NFA-RFM, one point a table. Nearly all points lie on or close to the diagonal, with no side preferred."),
-    gains=Figure(draw_gains, "Differences between methods, averaged over tables, with 95 % bootstrap intervals, by the published protocol and without its leak. Both learners gain over kernel regression; about half of the gain is the leak. FACT and NFA differ by nothing that can be told from zero.",
-                 "Six differences of means with error bars, each under two protocols. The three gains of learners over kernel regression are positive and smaller without the leak; the differences among the learners are near zero."),
+    scatter=Figure(draw_scatter, "Accuracy of FACT-RFM against NFA-RFM by the published protocol, one point a table. Points above the diagonal are tables on which FACT does better.",
+                   "Scatter plot of the accuracy of FACT-RFM against NFA-RFM, one point a table. The diagonal marks equal accuracy; the title counts the tables on either side."),
+    gains=Figure(draw_gains, "Differences between methods, averaged over tables, with 95 % bootstrap intervals, by the published protocol and without its leak. The upper three rows are gains over kernel regression, the lower three compare the learners with each other.",
+                 "Six differences of means with error bars, each under two protocols. A vertical line marks zero."),
     critical=Figure(draw_critical, "Mean ranks over tables (1 is best). Methods joined by a bar are closer than the critical difference of Nemenyi's test at 5 %.",
-                    "Critical-difference diagrams. In the first, the three feature learners stand together and kernel regression apart; the second adds other classifiers."))
+                    "Critical-difference diagrams: methods on an axis of mean ranks, with bars that join those which cannot be told apart. The first shows the four methods, the second adds other classifiers."))
 
 experiment = Experiment("tabular", "120 tables: kernel regression, NFA-RFM, FACT-RFM", presets, units, run_unit, judges, figures, cost=cost, batch=batch, workers=0)
 
