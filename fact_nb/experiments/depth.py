@@ -7,7 +7,7 @@ __all__ = ['SOURCES', 'presets', 'RIGHT', 'LEFT', 'judges', 'TITLES', 'LOOKS', '
            'images', 'network', 'recipe', 'polishing', 'candidates', 'relative_error', 'layer_rows', 'Window',
            'on_kinks', 'through', 'network_row', 'stages', 'run_unit', 'units', 'converged', 'means', 'worst', 'high',
            'judge_high', 'share_of_wins', 'judge_beats', 'judge_backward', 'judge_test', 'judge_hyper', 'line',
-           'panels', 'draw_forward', 'draw_backward', 'draw_errors', 'draw_paper', 'run']
+           'legend', 'panels', 'draw_forward', 'draw_backward', 'draw_errors', 'draw_paper', 'run']
 
 # %% ../../nbs/experiments/depth.ipynb #c122223b
 import math
@@ -277,7 +277,13 @@ def line(ax: plt.Axes, d: pd.DataFrame, value: str, label: str, **kw: Any) -> No
     m = g.mean()
     ax.errorbar(m.index, m, yerr=[m - g.min(), g.max() - m], label=label, capsize=2, **kw)
 
-# %% ../../nbs/experiments/depth.ipynb #a5de4d62
+# %% ../../nbs/experiments/depth.ipynb #0ff7596e
+def legend(fig: plt.Figure) -> None:
+    "One legend for all panels, below them."
+    for old in fig.legends: old.remove()
+    fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
+
+# %% ../../nbs/experiments/depth.ipynb #7649b303
 def panels(layers: pd.DataFrame, names: tuple[str, ...], value: str, ylabel: str) -> plt.Figure:
     "One panel a data set, one line a candidate."
     sets = [k for k in TITLES if k in set(layers.dataset)]
@@ -287,7 +293,7 @@ def panels(layers: pd.DataFrame, names: tuple[str, ...], value: str, ylabel: str
             d = layers[layers.dataset == k]
             for q in names: line(ax, d[d.quantity == q], value, q, **look(looks(q)))
             ax.axvline(d.layer.max() - .5, color="grey", lw=.8, ls=":"); ax.set(title=TITLES[k], xlabel="layer (last: output)", xticks=sorted(set(d.layer)))
-        axes[0, 0].set_ylabel(ylabel); axes[0, -1].legend(fontsize=7)
+        axes[0, 0].set_ylabel(ylabel); legend(fig)
     return fig
 
 # %% ../../nbs/experiments/depth.ipynb #552ccfad
@@ -299,7 +305,7 @@ def draw_backward(r: Result) -> plt.Figure:
     "Correlations with WWᵀ by layer."
     return panels(converged(r)[0], LEFT[:5], "pearson", r"Pearson correlation with $WW^\top$")
 
-# %% ../../nbs/experiments/depth.ipynb #17dce6c3
+# %% ../../nbs/experiments/depth.ipynb #44968879
 def draw_errors(r: Result) -> plt.Figure:
     "Relative errors by layer: FACT through the window, at the last point and without the polish; AGOP^½ and eNFA at their best scale."
     after, point, before = converged(r)[0], converged(r, "polish")[0], converged(r, "sgd")[0]
@@ -309,7 +315,7 @@ def draw_errors(r: Result) -> plt.Figure:
             for d, label, ls in ((point, "FACT at the last point", "--"), (before, "FACT without the polish", ":")):
                 line(ax, d[(d.dataset == k) & (d.quantity == "FACT")], "error", label, color="black", marker="o", mfc="white", ms=4, ls=ls, lw=1)
             ax.set(yscale="log")
-        fig.axes[-1].legend(fontsize=7)
+        legend(fig)
     return fig
 
 # %% ../../nbs/experiments/depth.ipynb #51e436ea
