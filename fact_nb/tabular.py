@@ -304,7 +304,7 @@ def searches(rules: Rules, X: dict[bool, Tensor], y: Tensor, c: int, train: Tens
     if not first.small: first.K, first.C = (first.X.new_empty(len(train), len(train)) for _ in range(2))
     return {k: replace(s, K=first.K, C=first.C) for k, s in out.items()}
 
-# %% ../nbs/24_tabular_protocol.ipynb #2969f8e7
+# %% ../nbs/24_tabular_protocol.ipynb #3b8b9449
 def walks(s: dict[bool, Search], method: str, starts: dict[bool, dict], memo: Memo, enough: int) -> Iterator[tuple[float, bool, tuple[int, int, Tensor]]]:
     "(ridge, scaling, first best) of one learner, setting by setting."
     rules = next(iter(s.values())).rules; ridges = rules.ridges
@@ -314,14 +314,14 @@ def walks(s: dict[bool, Search], method: str, starts: dict[bool, dict], memo: Me
             yield from ((r, k, b) for r, b in zip(ridges, some))
         return
     best = -1
-    for i, r in enumerate(ridges):
-        for k in s:
+    for k in s:
+        for i, r in enumerate(ridges):
             best = max(best, starts[k]["right"][i])
             if best == enough: return
             found, = memo.get(f"{method} {k} {r:g}", lambda: walk(s[k], method, (r,), [starts[k]["M"][method][i]]))
             best = max(best, found[0]); yield r, k, found
 
-# %% ../nbs/24_tabular_protocol.ipynb #50f655fb
+# %% ../nbs/24_tabular_protocol.ipynb #33c5595d
 def select(rules: Rules, X: dict[bool, Tensor], y: Tensor, c: int, train: Tensor, validation: Tensor, memo: Memo, # scalings, classes, rows
           ) -> tuple[dict[str, Choice], dict[str, float]]: # choices and seconds, by method
     "What each method chooses on one split."
@@ -332,8 +332,8 @@ def select(rules: Rules, X: dict[bool, Tensor], y: Tensor, c: int, train: Tensor
         begun = time.perf_counter()
         got = {(r, k): b for r, k, b in walks(s, m, starts, memo, len(validation))} if m != "kernel" and rules.iters else {}
         found = []
-        for i, r in enumerate(rules.ridges):
-            for k in s:
+        for k in s:
+            for i, r in enumerate(rules.ridges):
                 found.append(Choice(starts[k]["right"][i], r, k, 0, None))
                 if (r, k) in got: found.append(Choice(got[r, k][0], r, k, *got[r, k][1:]))
         out[m] = first_best(found); seconds[m] += time.perf_counter() - begun
@@ -423,14 +423,14 @@ def plain_update(X: Tensor, alpha: Tensor, M: Tensor, method: str) -> Tensor:
     e, V = torch.linalg.eigh((A + A.T) / 2)
     return (V * e.clamp(min=0) ** (.5 if method == "fact" else .25)) @ V.T
 
-# %% ../nbs/24_tabular_protocol.ipynb #3eeacae7
+# %% ../nbs/24_tabular_protocol.ipynb #8ca2aabf
 def reference(T: Table, method: str) -> dict[str, Any]: # accuracy, validation, ridge, normalised, iterate
     "The published protocol for one method, plainly."
     Y, best = one_hot(T.y, T.n_classes).to(T.X), (-1,)
     unit = lambda X: X / X.norm(dim=1, keepdim=True)
-    for ridge in (10., 1., .1, .01, .001):
-        for scaled in ((False,) if T.name == "balance-scale" else (True, False)):
-            X = unit(T.X) if scaled else T.X
+    for scaled in ((False,) if T.name == "balance-scale" else (True, False)):
+        X = unit(T.X) if scaled else T.X
+        for ridge in (10., 1., .1, .01, .001):
             A, V, M = X[T.train], X[T.validation], torch.eye(X.shape[1]).to(X)
             for t in range(1 if method == "kernel" else 5):
                 if t: M = plain_update(A, alpha, M, method)

@@ -32,8 +32,8 @@ def by_hand(T, method, rules, train, validation, test):
     Y = torch.nn.functional.one_hot(T.y, T.n_classes).double()
     k = lambda A, B, M: torch.exp(-torch.stack([torch.stack([((a - b) @ M @ (a - b)).clamp(min=0).sqrt() for b in B]) for a in A]) / rules.bandwidth)
     found = []
-    for ridge in rules.ridges:
-        for scaled in (True, False):
+    for scaled in (True, False):
+        for ridge in rules.ridges:
             X = T.X / T.X.norm(dim=1, keepdim=True) if scaled else T.X
             A, M = X[train], torch.eye(X.shape[1]).double()
             for t in range(1 if method == "kernel" else rules.iters + 1):
