@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CSS', 'PAGE', 'build', 'write_report']
 
-# %% ../nbs/40_report.ipynb #06f693ce
+# %% ../nbs/40_report.ipynb #9db1e233
 import base64
 import json
 from html import escape
@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 
 from .figures import to_svg
 from .protocol import Experiment, Figure, registry
-from .scorecard import NOT_RUN, counts, pick, scorecard
+from .scorecard import NOT_RUN, pick, scorecard, totals
 from .store import Result, Store, write_atomic
 
 # %% ../nbs/40_report.ipynb #a8d44518
@@ -88,7 +88,7 @@ def _section(exp: Experiment, r: Result | None) -> str:
     config = escape(json.dumps(r.config, ensure_ascii=False))
     return f'{head}{figs}<p class="soft">{_origin(r)}</p><details><summary>Settings</summary><pre>{config}</pre></details>'
 
-# %% ../nbs/40_report.ipynb #5cbe2187
+# %% ../nbs/40_report.ipynb #7c0f8590
 def build(results: str | Path | None = None, # folder of the result store
           experiments: Mapping[str, Experiment] | None = None, # by default all
          ) -> str: # the HTML
@@ -96,7 +96,7 @@ def build(results: str | Path | None = None, # folder of the result store
     experiments = registry() if experiments is None else experiments
     rows = scorecard(results, experiments)
     best = {n: pick(Store("results"), n, committed=True) or pick(Store(results), n, committed=False) for n in experiments}
-    return PAGE.substitute(css=CSS, committed=counts(r["verdict"] for r in rows), here=counts(r["here"]["verdict"] for r in rows),
+    return PAGE.substitute(css=CSS, committed=totals(rows), here=totals(rows, here=True),
                            rows="\n".join(map(_row, rows)), sections="\n".join(_section(e, best[n]) for n, e in experiments.items()))
 
 # %% ../nbs/40_report.ipynb #13072d3d
