@@ -35,13 +35,14 @@ from ..protocol import run as run_experiment
 from ..store import Result
 from ..train import Batches, Recipe, Training, evaluate, stable_rank, train
 
-# %% ../../nbs/experiments/depth.ipynb #ef9e3d26
+# %% ../../nbs/experiments/depth.ipynb #cb24b7ad
 @dataclass(frozen=True)
 class Config:
     "Settings of the networks by depth; the defaults are the paper's."
     datasets: tuple[str, ...] = field(default=("mnist", "cifar10"), metadata=dict(grid=True)) # mnist, cifar10, digits
     seeds: int = field(default=5, metadata=dict(grid=True)) # 0 … seeds−1
     at_paper: tuple[str, ...] = field(default=(), metadata=dict(grid=True)) # data sets that are also trained once at the paper's own setting
+    at_quick: tuple[str, ...] = field(default=(), metadata=dict(grid=True)) # data sets that are also trained once at the size of quick
     n: int = 0 # training images, classes balanced; 0 for all
     width: int = 1024 # of each hidden layer
     width_cifar10: int = 3072 # the same on CIFAR-10
@@ -57,7 +58,7 @@ class Config:
     window: int = 0 # FACT is also read from the mean gradient over the last so many of them
 
     def check(self) -> None:
-        require(set(self.datasets) | set(self.at_paper) <= set(SOURCES), f"datasets and at_paper must be among {', '.join(SOURCES)}")
+        require(set(self.datasets) | set(self.at_paper) | set(self.at_quick) <= set(SOURCES), f"datasets, at_paper and at_quick must be among {', '.join(SOURCES)}")
         require(self.lam > 0, f"lam must be positive (FACT divides by it), it is {self.lam:g}")
         require(self.n >= 0 and self.seeds >= 1 and self.polish >= 0, "n and polish must not be negative, seeds at least 1")
         require(0 <= self.window <= self.polish, f"window must be between 0 and polish = {self.polish}")
@@ -72,9 +73,9 @@ def images(name: str, n: int = 0) -> Flat:
     except DataUnavailable as e: raise UsageError(str(e)) from None
     return flatten(subset(full, n or None))
 
-# %% ../../nbs/experiments/depth.ipynb #65b9e6b9
+# %% ../../nbs/experiments/depth.ipynb #46b28cbf
 presets = dict(quick=Config(datasets=("digits",), seeds=2, n=1000, width=48, hidden=3, epochs=150, lr=.6, lam=3e-4, polish=150, window=100),
-               cpu=Config(seeds=3, n=2000, width=128, width_cifar10=128, epochs=1000, lam=3e-4, polish=600, window=400),
+               cpu=Config(at_paper=("mnist",), at_quick=("digits",), seeds=3, n=2000, width=128, width_cifar10=128, epochs=1000, lam=3e-4, polish=600, window=400),
                paper=Config())
 
 # %% ../../nbs/experiments/depth.ipynb #a1815d92
@@ -171,10 +172,10 @@ def stages(cfg: Config, unit: dict, ctx: Context, data: Flat, net: nn.Module) ->
     yield "polish", s, entries
     if cfg.window: yield "window", s, through(win, entries)
 
-# %% ../../nbs/experiments/depth.ipynb #d34a4a62
+# %% ../../nbs/experiments/depth.ipynb #6ea78b5e
 def run_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
     "One network."
-    if unit["setting"] == "paper": cfg = presets["paper"]
+    cfg = presets.get(unit["setting"], cfg)                                        # paper and quick bring their own
     data = images(unit["dataset"], cfg.n)
     data = Flat(*(t.to(ctx.device) for t in (data.X, data.Y, data.X_test, data.Y_test)))
     net = network(cfg, unit["dataset"], data.X.shape[1], data.Y.shape[1], unit["seed"]).to(ctx.device)
@@ -186,10 +187,11 @@ def run_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
     seen = first.history[first.history.residual.notna()]
     return Output(rows + [dict(kind="history", stage="sgd", epoch=int(e), loss=l, residual=r) for e, l, r in zip(seen.epoch, seen.loss, seen.residual)])
 
-# %% ../../nbs/experiments/depth.ipynb #6f7f0977
+# %% ../../nbs/experiments/depth.ipynb #526e654f
 def units(cfg: Config) -> list[dict]:
-    "Every data set and seed; then the runs at the paper's setting."
-    return [dict(dataset=d, setting="own", seed=s) for s in range(cfg.seeds) for d in cfg.datasets] + [dict(dataset=d, setting="paper", seed=0) for d in cfg.at_paper]
+    "Every data set and seed; then the runs at other settings."
+    others = [dict(dataset=d, setting=s, seed=0) for s, ds in (("quick", cfg.at_quick), ("paper", cfg.at_paper)) for d in ds]
+    return [dict(dataset=d, setting="own", seed=s) for s in range(cfg.seeds) for d in cfg.datasets] + others
 
 # %% ../../nbs/experiments/depth.ipynb #2dc3a2d7
 def converged(r: Result, stage: str = "window", setting: str = "own") -> tuple[pd.DataFrame, str]: # rows of layers, names of those left out

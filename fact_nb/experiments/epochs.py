@@ -45,9 +45,9 @@ class Config(depth.Config):
         require(self.looks >= 10, "looks must be at least 10: the claims are about tenths of training")
         require(1 <= self.layers <= self.hidden, f"layers must be between 1 and hidden = {self.hidden}")
 
-# %% ../../nbs/experiments/epochs.ipynb #61064697
+# %% ../../nbs/experiments/epochs.ipynb #2a9d4c90
 presets = dict(quick=Config(datasets=("digits",), seeds=1, n=300, width=40, hidden=3, epochs=300, lr=.3, lam=1e-3, looks=20),
-               cpu=Config(seeds=3, n=2000, width=128, width_cifar10=128, epochs=1000, lam=3e-4),
+               cpu=Config(at_quick=("digits",), seeds=3, n=2000, width=128, width_cifar10=128, epochs=1000, lam=3e-4),
                paper=Config(control_seeds=5))
 
 # %% ../../nbs/experiments/epochs.ipynb #02579d68
@@ -96,9 +96,10 @@ def look_rows(net: nn.Module, data: Flat, lam: float, epoch: int, layers: int) -
         rows += [common | dict(layer=i, quantity=q, pearson=pearson(N, A)) | (dict(error=rel_err(N, A)) if q in ("FACT", "bFACT") else {}) for q, (N, A) in found.items()]
     return rows
 
-# %% ../../nbs/experiments/epochs.ipynb #3d07d953
+# %% ../../nbs/experiments/epochs.ipynb #1fcf6058
 def run_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
     "Train one network, looking on."
+    if unit["schedule"] == "quick": cfg, unit = presets["quick"], unit | dict(schedule="cosine")
     data = images(unit["dataset"], cfg.n)
     data = Flat(*(t.to(ctx.device) for t in (data.X, data.Y, data.X_test, data.Y_test)))
     net = network(cfg, unit["dataset"], data.X.shape[1], data.Y.shape[1], unit["seed"]).to(ctx.device)
@@ -107,11 +108,11 @@ def run_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
     final = dict(loss_epoch=s.loss_epoch, collapse=s.final["collapse"])
     return Output([r | dict(share=r["epoch"] / cfg.epochs) | final for r in cb.rows])
 
-# %% ../../nbs/experiments/epochs.ipynb #1b3a8111
+# %% ../../nbs/experiments/epochs.ipynb #70ee8939
 def units(cfg: Config) -> list[dict]:
-    "Every data set and seed under the cosine; then the controls at a constant rate."
-    many = lambda k, n: [dict(dataset=d, schedule=k, seed=s) for s in range(n) for d in cfg.datasets]
-    return many("cosine", cfg.seeds) + many("constant", cfg.control_seeds)
+    "Every data set and seed under the cosine; then the controls at a constant rate, and what is run at the size of quick."
+    many = lambda k, n, sets: [dict(dataset=d, schedule=k, seed=s) for s in range(n) for d in sets]
+    return many("cosine", cfg.seeds, cfg.datasets) + many("constant", cfg.control_seeds, cfg.datasets) + many("quick", 1, cfg.at_quick)
 
 # %% ../../nbs/experiments/epochs.ipynb #bbe83dc7
 def curve(r: Result, quantity: str, schedule: str = "cosine") -> pd.DataFrame: # index: share of training; a column per layer
