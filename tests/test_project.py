@@ -51,6 +51,32 @@ def test_links_and_references_resolve(path):
     for cite in re.findall(r"\[@([\w-]+)", text): assert cite in bib or re.match("eq-|fig-|tbl-|sec-", cite), cite
 
 
+SHOWS = re.compile(r"(display|print|pd\.DataFrame|pd\.concat|rep\.table)\(")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_what_is_shown_was_run(path):
+    "Cells that draw, print or end in a table carry their output, since the site is built from what is stored. No output is an error or names a folder of somebody's machine."
+    for i, c in enumerate(nbformat.read(path, 4).cells):
+        if c.cell_type != "code": continue
+        flags = set(re.findall(r"^#\|\s*(\w+)", c.source, re.M))
+        last = c.source.strip().splitlines()[-1] if c.source.strip() else ""
+        shows = "label" in flags or SHOWS.match(last)
+        if shows and not flags & {"hide", "export", "exporti", "eval"}: assert c.outputs, f"cell {i} has no output; run: python tools/outputs.py {path.name}\n{c.source}"
+        for o in c.outputs:
+            assert o.output_type != "error", f"cell {i}"
+            text = json.dumps(o.get("data", {}).get("text/plain", "")) + json.dumps(o.get("text", ""))
+            assert not re.search(r"(/tmp/|/home/|/root/|/Users/)", text), f"cell {i}: {text[:200]}"
+
+
+def test_every_notebook_says_what_comes_next():
+    "A reader never ends in a blind alley."
+    site = yaml.safe_load((ROOT / "_quarto.yml").read_text())
+    *path, last = contents(site["website"]["sidebar"]["contents"])
+    text = lambda p: "\n".join(c.source for c in nbformat.read(ROOT / "nbs" / p, 4).cells if c.cell_type == "markdown")
+    assert not [p for p in path if p != "index.ipynb" and "**Next:**" not in text(p)]
+
+
 def test_every_notebook_can_be_made_into_a_page(monkeypatch):
     "What nbdev does before Quarto: it fails on a show_doc whose types are not defined yet, and on cells that mix imports and code."
     from execnb.nbio import read_nb

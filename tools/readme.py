@@ -1,4 +1,4 @@
-"""README.md from nbs/index.ipynb, through nbconvert (nbdev_readme needs Quarto).
+"""README.md from nbs/index.ipynb, through nbconvert (nbdev_readme needs Quarto), and the figure that both show, from the committed result.
 
 usage: python tools/readme.py [--check]      --check: say whether README.md is up to date, change nothing
 """
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import nbformat
 from nbconvert import MarkdownExporter
+
+from fact_nb.experiments import depth
+from fact_nb.figures import to_svg
+from fact_nb.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,18 +24,24 @@ def render() -> str:
         c.source = re.sub(r"^#\|.*\n", "", c.source, flags=re.M)
         if c.cell_type == "code": c.outputs = []
     text, _ = MarkdownExporter().from_notebook_node(nb)
+    text = re.sub(r"(!\[[^\]]*\]\([^)]*\))\{[^}]*\}", r"\1", text)  # Quarto's labels of figures
     text = re.sub(r"\]\((?!https?:|#|/|mailto:)([^)]+)\)", r"](nbs/\1)", text)  # links are relative to nbs/ there, to the root here
     text = text.replace("](nbs/../", "](")
     return "<!-- made from nbs/index.ipynb by `make readme`; edit that -->\n\n" + re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
+def claim() -> str:
+    "The figure that carries the claim: FACT and its rivals by layer."
+    return to_svg(depth.draw_forward(Store(ROOT / "results").load("depth", "cpu"))).decode()
+
+
 def main(check: bool) -> int:
-    path, new = ROOT / "README.md", render()
+    files = {ROOT / "README.md": render(), ROOT / "nbs" / "claim.svg": claim()}
     if check:
-        same = path.exists() and path.read_text(encoding="utf-8") == new
-        if not same: print("README.md is not what nbs/index.ipynb says; run: make readme", file=sys.stderr)
-        return int(not same)
-    path.write_text(new, encoding="utf-8")
+        old = [p.name for p, new in files.items() if not p.exists() or p.read_text(encoding="utf-8") != new]
+        if old: print(f"{', '.join(old)}: not what nbs/index.ipynb and results/depth say; run: make readme", file=sys.stderr)
+        return int(bool(old))
+    for p, new in files.items(): p.write_text(new, encoding="utf-8")
     return 0
 
 
