@@ -117,22 +117,53 @@ def test_constraints_and_settings():
     assert all(">=" in r for r in requirements), "lower bounds only"
 
 
-def test_wheel_works_without_nbdev_jupyter_or_the_repository(tmp_path):
-    src = tmp_path / "src"
-    shutil.copytree(ROOT, src, ignore=shutil.ignore_patterns(".venv", ".git", "results", "nbs", "report", "_proc", "_docs", "build", "dist", "*.egg-info"))
-    done = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)], cwd=src, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    "A folder with the package as the wheel holds it, in `site`."
+    tmp = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, tmp / "src", ignore=shutil.ignore_patterns(".venv", ".git", "results", "nbs", "report", "_proc", "_docs", "build", "dist", "*.egg-info"))
+    done = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp)], cwd=tmp / "src", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    wheel = next(tmp_path.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as z: z.extractall(tmp_path / "site"); names = z.namelist()
+    with zipfile.ZipFile(next(tmp.glob("*.whl"))) as z: z.extractall(tmp / "site"); names = z.namelist()
     assert "fact_nb/py.typed" in names and not any(n.startswith(("nbs/", "tests/", "tools/")) for n in names)
-    assert "fact=fact_nb.cli:main" in next((tmp_path / "site").glob("*.dist-info/entry_points.txt")).read_text().replace(" ", "")
-    code = ("import sys\nsys.path.insert(0, 'site')\n"
-            "class Block:\n    def find_spec(self, name, path=None, target=None):\n        if name.split('.')[0] in ('nbdev', 'fastcore', 'execnb', 'IPython', 'jupyterlab', 'ipykernel'): raise ImportError(name)\n"
-            "sys.meta_path.insert(0, Block())\nimport runpy, fact_nb\nassert fact_nb.__file__.startswith('site') or '/site/' in fact_nb.__file__\n"
-            "import pkgutil, importlib\nfor m in pkgutil.walk_packages(fact_nb.__path__, 'fact_nb.'):\n    if not m.name.endswith('__main__'): importlib.import_module(m.name)\n"
-            "sys.argv = ['fact', 'list']\nrunpy.run_module('fact_nb', run_name='__main__')\n")
-    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "separation" in done.stdout, done.stderr
+    return tmp
+
+
+BLOCKED = """import sys
+sys.path.insert(0, sys.argv.pop(1))
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('nbdev', 'fastcore', 'execnb', 'IPython', 'jupyterlab', 'ipykernel'): raise ImportError(name)
+sys.meta_path.insert(0, Block())
+import runpy, fact_nb
+assert '/site/' in fact_nb.__file__
+"""
+
+
+def from_wheel(wheel, code, cwd, *args):
+    "Run code against the wheel's package alone: no repository, no nbdev, no Jupyter."
+    return subprocess.run([sys.executable, "-I", "-c", BLOCKED + code, str(wheel / "site"), *args], cwd=cwd, capture_output=True, text=True, timeout=600, env=dict(os.environ, OMP_NUM_THREADS="1"))
+
+
+def test_wheel_works_without_nbdev_jupyter_or_the_repository(wheel, tmp_path):
+    assert "fact=fact_nb.cli:main" in next((wheel / "site").glob("*.dist-info/entry_points.txt")).read_text().replace(" ", "")
+    done = from_wheel(wheel, "import pkgutil, importlib\nfor m in pkgutil.walk_packages(fact_nb.__path__, 'fact_nb.'):\n    if not m.name.endswith('__main__'): importlib.import_module(m.name)\n", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_quick_starts_can_be_pasted(wheel, tmp_path):
+    "Each Python block of the README, and the commands of its last quick start, in an empty folder."
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.S)
+    assert len(blocks) >= 2
+    for code in blocks:
+        done = from_wheel(wheel, code, tmp_path)
+        assert done.returncode == 0, done.stderr
+    for line in re.search(r"## Rerun a figure.*?```sh\n(.*?)```", readme, re.S)[1].splitlines():
+        words = line.split("#")[0].split()
+        done = from_wheel(wheel, "runpy.run_module('fact_nb', run_name='__main__')", tmp_path, *words[1:])
+        assert words[0] == "fact" and done.returncode == 0, done.stderr
+    assert (tmp_path / "report" / "index.html").exists()
 
 
 def make(*args, **env):
