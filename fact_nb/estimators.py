@@ -62,7 +62,7 @@ class _Machine(BaseEstimator):
     def __init__(self,
                  kernel: str | Kernel = "laplace", # laplace, gaussian, exp_power, quadratic, polynomial, exponential, or an object
                  bandwidth: float | None = None, # L; None: median distance of the training points
-                 update: str = "fact", # "fact" or "nfa"
+                 update: str = "fact", # "fact", "nfa", or "stable" (with normalize=None)
                  geometric: bool = True, # FACT: average with the last M
                  power: float = 1., # NFA: exponent s of AGOP
                  iters: int = 3, # updates of M; 0 is plain kernel regression

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from .core import psd_power, sym_sqrt
 from .kernels import Kernel, Laplace, Pairs, as_points, evaluate, median_bandwidth, pairs
 from .solvers import METHODS, available_memory, choose, direct_bytes, solve, solve_kernel
+from .stable import begin, defect, descend, objective
 
 # %% ../nbs/12_rfm.ipynb #766e7166
 Coefs = Tensor | Callable[[int, int], Tensor]  # C with its upper triangle filled, or a function that makes C[i:e, i:]
@@ -173,7 +174,7 @@ def effective_rank(M: Tensor) -> float: # between 1 and d
 class Settings:
     "The choices of a Recursive Feature Machine."
     kernel: Kernel = Laplace(None) # without a bandwidth: the median distance between training points
-    update: str = "fact" # or "nfa"
+    update: str = "fact" # or "nfa", or "stable": steps that lower the objective, see `fact_nb.stable`
     geometric: bool | str = True # FACT: average with the last M; False for plain; "simple" for inner-product kernels
     power: float = .5 # NFA: the exponent s of AGOP
     iters: int = 5 # updates of M; the kernel machine is fitted iters + 1 times
@@ -189,12 +190,13 @@ class Settings:
     tol: float = 1e-5 # residual at which the iterative solver stops
     memory: int | None = None # bytes the fit may use; by default what is free
     seed: int = 0 # of the held-out split
+    settle: float = 1e-3 # stable: stop when I − S on the range of M is as small as this
     progress: bool | None = None # progress bar; None: when a terminal is there
 
 # %% ../nbs/12_rfm.ipynb #965b023c
 def check(s: Settings) -> None:
     "Raise on a choice that cannot be meant."
-    one_of = dict(update=("fact", "nfa"), geometric=(True, False, "simple"), normalize=("trace", "max", None), negative=("abs", "clip"), keep=("best", "last"), solver=METHODS)
+    one_of = dict(update=("fact", "nfa", "stable"), geometric=(True, False, "simple"), normalize=("trace", "max", None), negative=("abs", "clip"), keep=("best", "last"), solver=METHODS)
     for name, good in one_of.items():
         if getattr(s, name) not in good: raise ValueError(f"{name} must be one of {good}, not {getattr(s, name)!r}")
     if not isinstance(s.kernel, Kernel): raise TypeError(f"kernel must be a fact_nb.kernels.Kernel such as Gaussian(bandwidth=5.), not {s.kernel!r}")
@@ -205,6 +207,8 @@ def check(s: Settings) -> None:
     if s.holdout is not None and not 0 < s.holdout < 1: raise ValueError(f"holdout must lie between 0 and 1, not {s.holdout!r}")
     if s.patience is not None and s.patience < 1: raise ValueError(f"patience must be at least 1, not {s.patience!r}")
     if not (callable(s.metric) or s.metric in ("mse", "error")): raise ValueError(f'metric must be "mse", "error" or a function, not {s.metric!r}')
+    if not 0 <= s.settle < float("inf"): raise ValueError(f"settle must be a number ≥ 0, not {s.settle!r}")
+    if s.update == "stable" and s.normalize is not None: raise ValueError('update="stable" lowers an objective that rescaling M would change: use normalize=None')
 
 # %% ../nbs/12_rfm.ipynb #ab787061
 @dataclass
@@ -217,6 +221,7 @@ class Problem:
     K: Tensor | None = None # room for the kernel matrix, kept from one iteration to the next
     C: Tensor | None = None # room for the coefficients
     plan: dict | None = None # how to solve, decided at the first fit
+    ready: tuple | None = None # a metric, and its fit: the trial that the stable update accepted
 
 # %% ../nbs/12_rfm.ipynb #3d69c4b3
 def _targets(y, X: Tensor, name: str = "y") -> Tensor: # n × c
@@ -333,6 +338,7 @@ class State:
     worse: int = 0 # fits since the best one
     done: bool = False
     history: list = field(default_factory=list) # one dict a fit
+    way: dict | None = None # what the stable update remembers
 
 # %% ../nbs/12_rfm.ipynb #b9c7788e
 def start(s: Settings, X: Tensor) -> State:
@@ -369,12 +375,16 @@ def _remember(s: Settings, p: Problem, state: State, fit: "Fit", row: dict) -> N
     else: state.worse += 1
 
 # %% ../nbs/12_rfm.ipynb #8c6f041e
-def _next_metric(s: Settings, p: Problem, state: State, fit: "Fit") -> Tensor:
-    "M after the update, before rescaling."
+def _core(s: Settings, p: Problem, state: State, fit: "Fit") -> Tensor:
+    "S, or T for the NFA."
     X = p.X - p.X.mean(0) if s.kernel.radial else p.X
     C = p.C if fit.stored else _coefs(s.kernel, _mapped(X, fit.W), None)
-    if s.update == "nfa": return nfa_update(state.M, agop_core(C, fit.alpha, X, s.kernel.radial, p.w).to(state.M), s.power)
-    return fact_update(state.M, fact_core(C, fit.alpha, X, s.kernel.radial).to(state.M), s.geometric, s.negative)
+    return (agop_core(C, fit.alpha, X, s.kernel.radial, p.w) if s.update == "nfa" else fact_core(C, fit.alpha, X, s.kernel.radial)).to(state.M)
+
+def _next_metric(s: Settings, p: Problem, state: State, fit: "Fit") -> Tensor:
+    "M after the update, before rescaling."
+    if s.update == "nfa": return nfa_update(state.M, _core(s, p, state, fit), s.power)
+    return fact_update(state.M, _core(s, p, state, fit), s.geometric, s.negative)
 
 # %% ../nbs/12_rfm.ipynb #3ffa2aa7
 def _give_up(state: State, why: str) -> None:
@@ -382,16 +392,44 @@ def _give_up(state: State, why: str) -> None:
     warnings.warn(f"{why} at iteration {state.t}; returning iteration {state.last['t']}", RuntimeWarning, stacklevel=5)
     state.done = True
 
+# %% ../nbs/12_rfm.ipynb #3a0067ca
+def _ready(p: Problem, M: Tensor) -> "Fit | None":
+    "The fit of this very metric, if it was tried last."
+    return p.ready[1] if p.ready is not None and p.ready[0] is M else None
+
+def _try(s: Settings, p: Problem, M: Tensor, alpha0: Tensor) -> float:
+    "φ(M); the fit is left in p.ready. Infinite where there is no fit."
+    try: p.ready = M, fit_alpha(s, p, M, alpha0)
+    except (ValueError, torch.linalg.LinAlgError): return float("inf")
+    return objective(p.Y, p.ready[1].alpha, M) if p.ready[1].residual <= 1e-4 else float("inf")
+
+# %% ../nbs/12_rfm.ipynb #dc5cac6d
+def _descend(s: Settings, p: Problem, state: State, fit: "Fit", more: bool) -> None:
+    "The second half of a turn of the stable update."
+    row, start, S = state.history[-1], perf_counter(), _core(s, p, state, fit)
+    row |= dict(defect=defect(state.M, S), step="none", trials=0)
+    if fit.residual > 1e-4: raise ValueError(f"the kernel matrix is singular with ridge {s.ridge:g}, so that the objective is infinite: use a ridge > 0")
+    state.done = not more or row["defect"] <= s.settle or (s.patience is not None and state.worse >= s.patience)
+    if state.done: return
+    def at(M): row["trials"] += 1; return _try(s, p, M, fit.alpha)
+    state.way, M, row["step"] = descend(state.way or begin(_root(state.M)), S, row["objective"], at, lambda: fact_update(state.M, S, negative="clip"))
+    row["update_seconds"] = perf_counter() - start
+    if M is None: state.done = True; return                                        # no lower point within rounding
+    state.t, state.M, state.trace = state.t + 1, M, float(_trace(M))
+    if state.trace > 1e-9 * row["objective"]: return
+    state.last = dict(t=state.t, M=M, alpha=p.ready[1].alpha); _give_up(state, "M shrinks to zero: the ridge is too large for any feature to pay")
+
 # %% ../nbs/12_rfm.ipynb #4723e645
 def step(s: Settings, p: Problem, state: State) -> None:
     "Fit, look, update: one turn of Algorithm 1."
     start, more = perf_counter(), state.t < s.iters
-    try: fit = fit_alpha(s, p, state.M, None if state.last is None else state.last["alpha"], coef=more)
+    try: fit = _ready(p, state.M) or fit_alpha(s, p, state.M, None if state.last is None else state.last["alpha"], coef=more or s.update == "stable")
     except (ValueError, torch.linalg.LinAlgError) as e:
         if state.last is None: raise
         return _give_up(state, f"the fit failed ({e})")
     row = _row(s, p, state, fit) | dict(seconds=perf_counter() - start)
     _remember(s, p, state, fit, row)
+    if s.update == "stable": return _descend(s, p, state, fit, more)
     if not more or (s.patience is not None and state.worse >= s.patience): state.done = True; return
     start = perf_counter()
     try: M = _next_metric(s, p, state, fit)
@@ -405,7 +443,7 @@ def step(s: Settings, p: Problem, state: State) -> None:
 def fingerprint(s: Settings, p: Problem) -> str:
     "A hash of the settings and the data."
     name = lambda v: getattr(v, "__qualname__", repr(v)) if callable(v) else v   # a function's address changes from run to run
-    h = hashlib.sha256(repr({k: name(getattr(s, k)) for k in Settings.__dataclass_fields__ if k not in ("progress", "memory")}).encode())
+    h = hashlib.sha256(repr({k: name(getattr(s, k)) for k in Settings.__dataclass_fields__ if k not in ("progress", "memory") and (k != "settle" or s.update == "stable")}).encode())
     for T in (p.X, p.Y, p.w, *(p.val or ())):
         if T is not None: h.update(str((T.dtype, tuple(T.shape))).encode()); h.update(T.detach().cpu().contiguous().numpy().tobytes())
     return h.hexdigest()

@@ -235,6 +235,13 @@ def _diverged(s: Training, step: int, what: str) -> None:
     kept = f"the last good checkpoint is {s.path}" if s.path and s.path.exists() else "no checkpoint was written"
     raise FloatingPointError(f"{what} is nan or inf at step {step} (epoch {s.epoch + 1}, phase {s.phase}): lower the learning rate, or look at the data; {kept}")
 
+# %% ../nbs/05_train.ipynb #8772084a
+def _equip(s: Training) -> None:
+    "Make the optimizer of the phase, and hand it to the callbacks that follow it."
+    s.optimizer = make_optimizer(s.model, s.recipe, polish=s.phase == "polish")
+    for cb in s.callbacks:
+        if hasattr(cb, "follow"): cb.follow(s.optimizer)
+
 # %% ../nbs/05_train.ipynb #ab1cf9e2
 def _update(s: Training, lr: float) -> None:
     "One optimizer step with this learning rate; per-step callbacks follow."
@@ -296,12 +303,12 @@ def _unit(s: Training) -> bool: # is the phase over?
     said = [cb(s.model, s.epoch) is True for cb in s.callbacks if getattr(cb, "unit", "epoch") == "epoch"]
     return met[r.stop] or any(said) or (s.polished >= r.polish_steps if s.phase == "polish" else s.epoch >= r.epochs)
 
-# %% ../nbs/05_train.ipynb #c347418d
+# %% ../nbs/05_train.ipynb #56ef0a75
 def _next_phase(s: Training) -> None:
     "sgd → polish → done; a phase without steps is skipped."
     r = s.recipe
     s.phase = "polish" if s.phase == "sgd" and r.polish_steps else "done"
-    if s.phase == "polish": s.optimizer = make_optimizer(s.model, r, polish=True)
+    if s.phase == "polish": _equip(s)
     if s.phase == "done": s.final = _final(s)
 
 # %% ../nbs/05_train.ipynb #f8af936c
@@ -346,7 +353,7 @@ def _save(s: Training) -> None:
         callbacks=[cb.state_dict() if hasattr(cb, "state_dict") else None for cb in s.callbacks])
     save_atomic(state, s.path)
 
-# %% ../nbs/05_train.ipynb #b8a57734
+# %% ../nbs/05_train.ipynb #f421b824
 def _load(s: Training) -> None:
     "Continue from the checkpoint: everything as it was when it was written."
     try: state = torch.load(s.path, map_location="cpu", weights_only=True)
@@ -355,7 +362,7 @@ def _load(s: Training) -> None:
     differ = [k for k in new if k != "recipe" and new[k] != old[k]] + [k for k in new["recipe"] if new["recipe"][k] != old["recipe"].get(k)]
     if differ: raise ValueError(f"{s.path} belongs to another run (different {', '.join(differ)}): use another path, or resume=False to overwrite it")
     for k in _COUNTERS: setattr(s, k, state[k])
-    if s.phase == "polish": s.optimizer = make_optimizer(s.model, s.recipe, polish=True)
+    if s.phase == "polish": _equip(s)
     s.model.load_state_dict(state["model"])
     if s.phase != "done": s.optimizer.load_state_dict(state["optimizer"])
     s.data.order.set_state(state["order"])
@@ -386,10 +393,10 @@ def train(model: nn.Module, # trained in place
         _run(s.model.train() and s, resume)
     return s
 
-# %% ../nbs/05_train.ipynb #2267b2e9
+# %% ../nbs/05_train.ipynb #dd017b9e
 def _run(s: Training, resume: bool) -> None:
     "Start or continue, then go on until done."
-    s.optimizer = make_optimizer(s.model, s.recipe)
+    _equip(s)
     if s.path: s.identity = _identity(s)
     if resume and s.path and s.path.exists(): _load(s); s.bar.update(s.step)
     else:
