@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fact_nb.core import device
+from fact_nb.data.cache import available
 from fact_nb.protocol import Context, plain, registry
 from fact_nb.store import Store, read_record
 
@@ -15,6 +16,9 @@ FACT_ROWS = lambda **at: lambda row: row.get("quantity") in ("FACT", "bFACT") an
 CHEAP = dict(depth=("dataset=digits,setting=quick,seed=0", ["pearson"], .02, FACT_ROWS(stage="window")),
              epochs=("dataset=digits,schedule=quick,seed=0", ["pearson"], .03, FACT_ROWS(share=1.)),
              phase_transition=("learner=quick,seed=0", ["accuracy"]),
+             stable=("task=parity2,ridge=0.1,seed=0", ["objective", "accuracy"], 1e-4, lambda row: row["update"] != "plain" and row["iter"] <= 10),
+             motion=("part=flow,rate=0.1", ["pearson", "change", "r", "r_change"]),
+             tabular=("protocol=published,table=iris", ["accuracy", "validation", "ridge", "normalised", "iterate"]),
              separation=("part=scan,p=1e-05,lam=1e-06", ["FACT", "AGOP^1", "AGOP^0.5", "eNFA", "stable_rank", "loss"]),
              deep_linear=("L=3,seed=1,noise=128-125", ["fact", "r", "r_power"]),
              grokking=("op=random,kernel=quadratic", ["errors", "test_acc"]),
@@ -26,6 +30,7 @@ CHEAP = dict(depth=("dataset=digits,setting=quick,seed=0", ["pearson"], .02, FAC
 
 @pytest.mark.parametrize("name", sorted(CHEAP))
 def test_one_unit_of_the_committed_result_is_reproduced(name, tmp_path):
+    if name == "tabular" and not available("uci"): pytest.skip("the UCI corpus is not on this machine: no unit of tabular was run again")
     key, columns, atol, counts = (*CHEAP[name], 1e-5, lambda row: True)[:4] if len(CHEAP[name]) == 2 else CHEAP[name]
     stored = read_record(ROOT / "results" / name / "cpu" / f"{key}.json")
     assert stored is not None, f"no committed result of {name}; run: fact run {name} --preset cpu"
