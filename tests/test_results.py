@@ -18,6 +18,7 @@ CHEAP = dict(depth=("dataset=digits,setting=quick,seed=0", ["pearson"], .02, FAC
              phase_transition=("learner=quick,seed=0", ["accuracy"]),
              stable=("task=parity2,ridge=0.1,seed=0", ["objective", "accuracy"], 1e-4, lambda row: row["update"] != "plain" and row["iter"] <= 10),
              motion=("part=flow,rate=0.1", ["pearson", "change", "r", "r_change"]),
+             no_decay=("part=empty,seed=0", ["off", "r", "pearson"]),
              tabular=("protocol=published,table=iris", ["accuracy", "validation", "ridge", "normalised", "iterate"]),
              separation=("part=scan,p=1e-05,lam=1e-06", ["FACT", "AGOP^1", "AGOP^0.5", "eNFA", "stable_rank", "loss"]),
              deep_linear=("L=3,seed=1,noise=128-125", ["fact", "r", "r_power"]),

@@ -348,16 +348,16 @@ def draw_windows(r: Result) -> plt.Figure:
         axes[0, 0].set_ylabel(r"pearson with $W^\top W$, median"); axes[0, 0].legend(fontsize=7, loc="center left")
     return fig
 
-# %% ../../nbs/experiments/no_decay.ipynb #91f40716
+# %% ../../nbs/experiments/no_decay.ipynb #8756842e
 figures = dict(
     dual=Figure(draw_dual, "Left: as λ falls, ordinary FACT goes to FACT through dual weights at λ = 0. Right: at critical points the relation holds to many digits; at initialisation it does not, until nc reaches the number of parameters and it holds for anything.",
                 "Left: three lines on logarithmic axes that fall in proportion to λ, and a dotted one that rises as rounding errors are divided by smaller λ. Right: relative errors of untrained networks fall slowly and drop to 1e-15 where the ratio reaches one; stars of critical points lie at 1e-14 far to the left of it."),
     zero=Figure(draw_zero, "Left: networks trained to an exact fit at λ = 0 are far from the dual relation at every scale of the initialisation. Right: the sum over the steps follows the change of WᵀW, the better the smaller the steps.",
-                "Left: relative errors between about .4 and .9 for all scales and layers. Right: three lines of one minus the correlation that rise with the learning rate."),
+                "Left: relative errors between about .2 and .9 for all scales and layers, with no trend. Right: three lines of one minus the correlation that rise with the learning rate."),
     adamw=Figure(draw_adamw, "AdamW: correlation with WᵀW against the length of training in units of the decay's memory, median over matrices and seeds; below, the relative error of the mean step. The mean step stands above plain FACT; with W at the end of the window it is high by construction.",
                  "One column a model. Above, correlations against lr·λ·steps with a horizontal line at .8; below, the relative error of the mean step with its range."),
     windows=Figure(draw_windows, "The trap: fed with noise, AdamW satisfies the relation at the end of the window and not at its start. Real training satisfies it at both.",
-                   "Panels of correlation against the window's length. With noise the line for the end rises to one and the line for the start stays near zero. With real data both are high."))
+                   "Panels of correlation against the window's length. With noise the line for the end rises to .95 at a window of one time constant and the line for the start falls to zero. With real data both are above .85."))
 
 # %% ../../nbs/experiments/no_decay.ipynb #71f7e853
 experiment = Experiment("no_decay", "without weight decay: a sum over the steps, dual weights, and AdamW's mean step", presets, units, run_unit, judges, figures)
