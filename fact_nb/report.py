@@ -20,20 +20,20 @@ from .protocol import Experiment, Figure, registry
 from .scorecard import NOT_RUN, pick, scorecard, totals
 from .store import Result, Store, write_atomic
 
-# %% ../nbs/40_report.ipynb #a8d44518
+# %% ../nbs/40_report.ipynb #ba8d1c13
 CSS = """
 :root{--bg:#fff;--fg:#1b1f24;--soft:#5a6472;--line:#d8dde3;--card:#f6f8fa;--holds:#0a6b3d;--change:#7a5200;--differs:#b3261e}
 @media(prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e6e9ec;--soft:#a3adb8;--line:#3a424b;--card:#1d2227;--holds:#5fd39a;--change:#f0c060;--differs:#ff8f86}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:72rem;padding:1rem;background:var(--bg);color:var(--fg);font:16px/1.55 system-ui,sans-serif;overflow-wrap:anywhere}
 h1{line-height:1.2}h2{margin-top:2.5rem;border-bottom:1px solid var(--line)}a{color:inherit}small,figcaption,.soft{color:var(--soft)}
-table{border-collapse:collapse;width:100%;font-size:.9rem}th,td{text-align:left;vertical-align:top;padding:.45rem .6rem;border-bottom:1px solid var(--line)}
+table{border-collapse:collapse;width:100%;font-size:.9rem}th{overflow-wrap:normal}th:first-child{width:30%}th,td{text-align:left;vertical-align:top;padding:.45rem .6rem;border-bottom:1px solid var(--line)}
 code{font-size:.88em}figure{margin:1.5rem 0}figure img{width:100%;max-width:56rem;background:#fff;border-radius:6px;padding:.4rem}pre{white-space:pre-wrap;background:var(--card);padding:.8rem;border-radius:6px}
 .v{font-weight:600;white-space:nowrap}.holds{color:var(--holds)}.change{color:var(--change)}.differs{color:var(--differs)}.notrun{color:var(--soft);font-weight:400}
 @media(max-width:48rem){table,tbody,tr,td{display:block}thead{display:none}tr{background:var(--card);border-radius:6px;margin:.6rem 0;padding:.3rem}td{border:0;padding:.2rem .6rem}
 td[data-h]:before{content:attr(data-h) ": ";color:var(--soft)}.v{white-space:normal}}
 """
 
-# %% ../nbs/40_report.ipynb #e55bc9bc
+# %% ../nbs/40_report.ipynb #876c41a7
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>fact_nb: what holds</title><style>$css</style></head><body>
@@ -41,6 +41,7 @@ PAGE = Template("""<!doctype html>
 <p>A network trained with weight decay λ that has converged satisfies W<sup>T</sup>W = FACT for every weight matrix. This page lists the paper's claims and what our runs say about each.
 <em>Committed</em> results are those in the repository; <em>this machine</em> is what was run here.</p>
 <p><strong>Committed:</strong> $committed.<br><strong>This machine:</strong> $here.</p>
+<nav>Figures: $links</nav>
 <h2 id="claims">Claims</h2>
 <table><thead><tr><th>Claim</th><th>Paper</th><th>Committed</th><th>This machine</th></tr></thead><tbody>
 $rows
@@ -88,7 +89,7 @@ def _section(exp: Experiment, r: Result | None) -> str:
     config = escape(json.dumps(r.config, ensure_ascii=False))
     return f'{head}{figs}<p class="soft">{_origin(r)}</p><details><summary>Settings</summary><pre>{config}</pre></details>'
 
-# %% ../nbs/40_report.ipynb #7c0f8590
+# %% ../nbs/40_report.ipynb #af82cb8e
 def build(results: str | Path | None = None, # folder of the result store
           experiments: Mapping[str, Experiment] | None = None, # by default all
          ) -> str: # the HTML
@@ -97,7 +98,7 @@ def build(results: str | Path | None = None, # folder of the result store
     rows = scorecard(results, experiments)
     best = {n: pick(Store("results"), n, committed=True) or pick(Store(results), n, committed=False) for n in experiments}
     return PAGE.substitute(css=CSS, committed=totals(rows), here=totals(rows, here=True),
-                           rows="\n".join(map(_row, rows)), sections="\n".join(_section(e, best[n]) for n, e in experiments.items()))
+                           links=" · ".join(f'<a href="#{escape(n, quote=True)}">{escape(n)}</a>' for n in experiments), rows="\n".join(map(_row, rows)), sections="\n".join(_section(e, best[n]) for n, e in experiments.items()))
 
 # %% ../nbs/40_report.ipynb #13072d3d
 def write_report(path: str | Path = "report/index.html", results: str | Path | None = None) -> Path:
