@@ -6,8 +6,8 @@
 __all__ = ['QUICK', 'BASELINES', 'presets', 'PAPER', 'ENOUGH', 'judges', 'LOOK', 'SHORT', 'figures', 'experiment', 'Config',
            'names', 'rows_of', 'units', 'fit_seconds', 'cost', 'batch', 'table', 'examine', 'count_tables', 'run_unit',
            'boosting', 'classifier', 'XRFM', 'baseline', 'marks', 'interval', 'summary', 'against', 'friedman',
-           'judge_mean', 'judge_parity', 'judge_beats', 'judge_count', 'judge_keeps', 'draw_scatter', 'gains',
-           'draw_gains', 'cliques', 'draw_ranks', 'contest', 'draw_critical', 'run']
+           'judge_mean', 'judge_parity', 'judge_beats', 'judge_count', 'judge_keeps', 'name_point', 'draw_scatter',
+           'gains', 'draw_gains', 'cliques', 'draw_ranks', 'contest', 'draw_critical', 'run']
 
 # %% ../../nbs/experiments/tabular.ipynb #d78597b3
 import importlib.util
@@ -269,9 +269,14 @@ def judge_keeps(r: Result) -> Judgement | None:
 judges = {"tab-fact-plain": lambda r: judge_mean(r, "fact"), "tab-fact-geom": lambda r: judge_mean(r, "geometric"), "tab-nfa": lambda r: judge_mean(r, "nfa"), "tab-kernel": lambda r: judge_mean(r, "kernel"),
           "tab-parity-of-methods": judge_parity, "tab-beats-kernel": judge_beats, "tab-count": judge_count, "rfm-geom-keeps": judge_keeps}
 
-# %% ../../nbs/experiments/tabular.ipynb #94827737
+# %% ../../nbs/experiments/tabular.ipynb #d507b78e
 LOOK = dict(kernel="NFM", nfa="AGOP", fact="FACT", geometric="sqrt") # colour and marker of each method
 SHORT = METHODS | dict(forest="random forest", boosting="gradient boosting", logistic="logistic regression", svm="SVM (RBF)", xrfm="xRFM")
+
+def name_point(ax: plt.Axes, name: str, x: float, y: float) -> None:
+    "A name on the side of the point that is away from the diagonal, a line higher for each name that stands there already."
+    taken = sum(abs(t.xy[1] - y) < 3 and abs(t.xy[0] - x) < 25 for t in ax.texts)
+    ax.annotate(name, (x, y), fontsize=7, xytext=(-6 if y > x else 6, 8 * taken - 2), textcoords="offset points", ha="right" if y > x else "left")
 
 def draw_scatter(r: Result) -> plt.Figure:
     "Accuracy of FACT-RFM against NFA-RFM, one point a table."
@@ -283,7 +288,7 @@ def draw_scatter(r: Result) -> plt.Figure:
         ax.plot([low, 100], [low, 100], color="grey", lw=1, zorder=0)
         ax.plot(wide.nfa, wide.fact, linestyle="none", marker="o", markersize=4.5, alpha=.7, color=look("FACT")["color"])
         far = (wide.fact - wide.nfa).abs().sort_values(ascending=False)
-        for k in far[far > 3].index[:6]: ax.annotate(k, (wide.nfa[k], wide.fact[k]), fontsize=7, xytext=(5, -3), textcoords="offset points")
+        for k in far[far > 3].index[:6]: name_point(ax, k, wide.nfa[k], wide.fact[k])
         ax.set(xlabel="NFA-RFM, accuracy (%)", ylabel="FACT-RFM, accuracy (%)", xlim=(low, 101), ylim=(low, 101), aspect="equal",
                title=f"{len(wide)} tables: FACT better on {a['wins']}, equal on {a['ties']}, worse on {a['losses']}")
     return fig
