@@ -11,7 +11,7 @@ from fact_nb.core import pearson, rel_err, seeded
 from fact_nb.experiments import motion as E
 from fact_nb.models import CharTransformer, cnn, mlp
 from fact_nb.motion import Motion, flow_rate
-from fact_nb.protocol import Context, UsageError, replace, run
+from fact_nb.protocol import Context, UsageError, override, replace, run
 from fact_nb.train import Recipe, cross_entropy, train
 
 TURN = dict(forward=lambda W: W, backward=lambda W: W.T)
@@ -167,9 +167,14 @@ def test_settings_of_the_experiment_change_it(tmp_path, monkeypatch):
     assert keys() == 1 + 1 + 2 and keys(seeds=2) == 5 and keys(exact_seeds=2) == 5 and keys(rates=(.1, .05, .02)) == 5 and keys(datasets=("mnist", "cifar10")) == 5
 
 
-@pytest.mark.parametrize("kw, message", [(dict(layers=9), "layers must be between"), (dict(every=1), "every must be at least 2"), (dict(rates=(.1,)), "two or more positive"), (dict(polish=5), "nothing is polished"), (dict(exact_seeds=0), "exact_seeds at least 1"), (dict(columns_cifar10=-1), "not negative")], ids=str)
+@pytest.mark.parametrize("kw, message", [(dict(layers=9), "layers must be between"), (dict(every=1), "every must be at least 2"), (dict(rates=(.1,)), "two or more positive"), (dict(exact_seeds=0), "exact_seeds at least 1"), (dict(columns_cifar10=-1), "not negative")], ids=str)
 def test_bad_settings_are_named(kw, message):
     with pytest.raises(UsageError, match=message): replace(SMALL, **kw)
+
+
+@pytest.mark.parametrize("field", ["polish=5", "window=3", "at_paper=mnist", "at_quick=digits"])
+def test_what_belongs_to_other_experiments_is_refused(field):
+    with pytest.raises(UsageError, match="unknown field"): override(SMALL, [field])
 
 
 @pytest.mark.parametrize("swap", ["noise", "reversed", "shuffled"])

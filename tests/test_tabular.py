@@ -19,6 +19,7 @@ from fact_nb.data.uci import stand_in
 from fact_nb.experiments import tabular
 from fact_nb.store import Store
 from fact_nb.tabular import METHODS, Memo, Rules, Search, leak_free, published, reference
+from fact_nb.tabular import solve_sketched as sketched
 
 CORPUS = pytest.mark.skipif(not available("uci"), reason="the UCI corpus is not on this machine: fact data uci")
 SMALL = ["tables=iris,wine,zoo,hayes-roth,teaching", "leak_free_n=140", "iters=2", "ridges=1.0,0.1"]     # seven units of a fraction of a second
@@ -69,13 +70,18 @@ def test_the_fast_way_makes_the_choices_of_the_plain_one(name):
 
 
 @CORPUS
-def test_large_tables_by_triangle_and_by_refinement_give_the_same(monkeypatch):
+def test_large_tables_by_triangle_by_refinement_and_by_a_sketch_give_the_same(monkeypatch):
     T = uci.load("ecoli", download=False)
     base = without_seconds(published(Rules(), T))
     monkeypatch.setattr(Search, "small", False)
     assert without_seconds(published(Rules(), T)) == base
-    monkeypatch.setattr("fact_nb.tabular.REFINE", (10, 10_000))
+    monkeypatch.setattr("fact_nb.tabular.REFINE", 10)
     assert without_seconds(published(Rules(), T)) == base
+    used = []
+    monkeypatch.setattr("fact_nb.tabular.SKETCH", 10)
+    monkeypatch.setattr("fact_nb.tabular.solve_sketched", lambda *a: used.append(sketched(*a)) or used[-1])
+    assert without_seconds(published(Rules(), T)) == base
+    assert len(used) > 50 and sum(a is None for a in used) < len(used) / 10
 
 
 @CORPUS

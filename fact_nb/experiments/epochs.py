@@ -6,9 +6,8 @@
 __all__ = ['presets', 'ROOT', 'BROOT', 'judges', 'figures', 'experiment', 'Config', 'pairs', 'null_roots', 'Look', 'look_rows',
            'run_unit', 'units', 'curve', 'low', 'jump', 'nontrivial', 'judge_jump', 'judge_backward', 'draw', 'run']
 
-# %% ../../nbs/experiments/epochs.ipynb #8b30d89a
+# %% ../../nbs/experiments/epochs.ipynb #166b4d14
 from dataclasses import dataclass, field
-from dataclasses import replace as with_
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -30,17 +29,19 @@ from ..protocol import run as run_experiment
 from ..store import Result
 from ..train import Batches, evaluate, train
 
-# %% ../../nbs/experiments/epochs.ipynb #a4600591
+# %% ../../nbs/experiments/epochs.ipynb #c2426534
 @dataclass(frozen=True)
-class Config(depth.Config):
+class Config(depth.Networks):
     "Settings of the networks over training."
     datasets: tuple[str, ...] = field(default=("cifar10",), metadata=dict(grid=True)) # cifar10, mnist, digits
+    at_quick: tuple[str, ...] = field(default=(), metadata=dict(grid=True)) # data sets that are also trained once at the size of quick
     control_seeds: int = field(default=1, metadata=dict(grid=True)) # networks that are also trained at a constant learning rate
     looks: int = 30 # how often to measure, evenly over training
     layers: int = 3 # measure the first so many layers
 
     def check(self) -> None:
         super().check()
+        require(set(self.at_quick) <= set(depth.SOURCES), f"at_quick must be among {', '.join(depth.SOURCES)}")
         require(0 <= self.control_seeds <= self.seeds, f"control_seeds must be between 0 and seeds = {self.seeds}")
         require(self.looks >= 10, "looks must be at least 10: the claims are about tenths of training")
         require(1 <= self.layers <= self.hidden, f"layers must be between 1 and hidden = {self.hidden}")
@@ -96,7 +97,7 @@ def look_rows(net: nn.Module, data: Flat, lam: float, epoch: int, layers: int) -
         rows += [common | dict(layer=i, quantity=q, pearson=pearson(N, A)) | (dict(error=rel_err(N, A)) if q in ("FACT", "bFACT") else {}) for q, (N, A) in found.items()]
     return rows
 
-# %% ../../nbs/experiments/epochs.ipynb #1fcf6058
+# %% ../../nbs/experiments/epochs.ipynb #96279b1d
 def run_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
     "Train one network, looking on."
     if unit["schedule"] == "quick": cfg, unit = presets["quick"], unit | dict(schedule="cosine")
@@ -104,7 +105,7 @@ def run_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
     data = Flat(*(t.to(ctx.device) for t in (data.X, data.Y, data.X_test, data.Y_test)))
     net = network(cfg, unit["dataset"], data.X.shape[1], data.Y.shape[1], unit["seed"]).to(ctx.device)
     cb = Look(cfg, data, cfg.lam)
-    s = train(net, F.mse_loss, data.X, data.Y, recipe(with_(cfg, schedule=unit["schedule"]), unit["seed"]), callbacks=[cb], checkpoint=ctx.scratch / "train.pt", progress=ctx.progress)
+    s = train(net, F.mse_loss, data.X, data.Y, recipe(cfg, unit["seed"], unit["schedule"]), callbacks=[cb], checkpoint=ctx.scratch / "train.pt", progress=ctx.progress)
     final = dict(loss_epoch=s.loss_epoch, collapse=s.final["collapse"])
     return Output([r | dict(share=r["epoch"] / cfg.epochs) | final for r in cb.rows])
 

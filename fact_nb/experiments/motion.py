@@ -33,12 +33,13 @@ from ..protocol import run as run_experiment
 from ..store import Result
 from ..train import Batches, Recipe, full_gradient, train
 
-# %% ../../nbs/experiments/motion.ipynb #34eaa50b
+# %% ../../nbs/experiments/motion.ipynb #cfd4aed2
 @dataclass(frozen=True)
-class Config(depth.Config):
+class Config(depth.Networks):
     "Settings of the networks in motion."
     exact_seeds: int = field(default=3, metadata=dict(grid=True)) # small float64 networks on which the identity is checked
     rates: tuple[float, ...] = field(default=(.1, .05, .025), metadata=dict(grid=True)) # step sizes at which the flow is compared
+    schedule: str = "cosine" # or constant
     layers: int = 3 # follow the first so many layers
     columns_cifar10: int = 128 # columns of the first layer's N there; 0 for all
     every: int = 10 # the cheap variant: one product in so many steps
@@ -50,7 +51,6 @@ class Config(depth.Config):
         require(1 <= self.layers <= self.hidden, f"layers must be between 1 and hidden = {self.hidden}")
         require(self.every >= 2 and self.columns_cifar10 >= 0, "every must be at least 2, columns_cifar10 not negative")
         require(len(self.rates) >= 2 and min(self.rates) > 0 and self.exact_seeds >= 1, "rates must be two or more positive numbers, exact_seeds at least 1")
-        require(not (self.at_paper or self.polish or self.window), "at_paper, polish and window belong to depth: nothing is polished here")
 
 # %% ../../nbs/experiments/motion.ipynb #607c33d1
 presets = dict(quick=Config(datasets=("digits",), seeds=1, n=300, width=40, hidden=3, epochs=60, lr=.1, lam=1e-3, exact_seeds=1, exact_epochs=20, rates=(.1, .05), flow_time=5.),
@@ -97,17 +97,17 @@ def seconds(net: nn.Module, data: Flat, r: Recipe, **options: Any) -> float:
     train(net, F.mse_loss, data.X, data.Y, r, callbacks=[*motion, lambda net, epoch: times.append(clock())], progress=False)
     return times[-1] - times[0]
 
-# %% ../../nbs/experiments/motion.ipynb #03100027
+# %% ../../nbs/experiments/motion.ipynb #f0eec4fe
 def costs(cfg: Config, net: nn.Module, data: Flat, options: dict) -> list[dict]:
     "What the averages cost as a share of training, forward only and for both sides."
-    r = with_(recipe(cfg, 0), epochs=1, residual_every=0)
+    r = with_(recipe(cfg, 0, cfg.schedule), epochs=1, residual_every=0)
     kinds = {"train": {}} | {f"{q}, {s}": options | kw | dict(every=1 if q == "average" else cfg.every, backward=s == "both") for s in ("forward", "both") for q, kw in KINDS.items()}
     best = {k: float("inf") for k in kinds}
     for _ in range(5):
         for k, o in kinds.items(): best[k] = min(best[k], seconds(net, data, r, **o))
     return [dict(kind="cost", quantity=k, share=round(t / best["train"] - 1, 4), seconds=round(best["train"], 4)) for k, t in best.items() if k != "train"]
 
-# %% ../../nbs/experiments/motion.ipynb #a42f7b4f
+# %% ../../nbs/experiments/motion.ipynb #a1078bbc
 def run_network(cfg: Config, unit: dict, ctx: Context) -> Output:
     "Train one network of the grid, looking on."
     data = images(unit["dataset"], cfg.n)
@@ -118,7 +118,7 @@ def run_network(cfg: Config, unit: dict, ctx: Context) -> Output:
     paid = costs(cfg, net, data, options)
     motions = {q: Motion(net, every=1 if q == "average" else cfg.every, **options, **kw) for q, kw in KINDS.items()}
     cb = Look(cfg, data, motions)
-    s = train(net, F.mse_loss, data.X, data.Y, recipe(cfg, unit["seed"]), callbacks=[*motions.values(), cb], checkpoint=ctx.scratch / "train.pt", progress=ctx.progress)
+    s = train(net, F.mse_loss, data.X, data.Y, recipe(cfg, unit["seed"], cfg.schedule), callbacks=[*motions.values(), cb], checkpoint=ctx.scratch / "train.pt", progress=ctx.progress)
     final = dict(kind="network", steps=s.step, accuracy=s.final["accuracy"], residual=s.final["residual"], collapse=s.final["collapse"], columns=options["columns"])
     return Output([final, *paid, *(dict(kind="look") | r for r in cb.rows)])
 

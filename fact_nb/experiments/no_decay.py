@@ -334,7 +334,7 @@ def draw_adamw(r: Result) -> plt.Figure:
         axes[0, 0].set_ylabel(r"pearson with $W^\top W$"); axes[1, 0].set_ylabel("$r$, mean step"); fig.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, ncol=3, loc="outside lower center")
     return fig
 
-# %% ../../nbs/experiments/no_decay.ipynb #b62ac18d
+# %% ../../nbs/experiments/no_decay.ipynb #8a156ec3
 def draw_windows(r: Result) -> plt.Figure:
     "Pearson against the length of the window, at its start and its end: real training and noise."
     d, z = part(r, "adamw"), part(r, "noise"); d = d[(d.tau >= 10) & (d.left > DEAD)]
@@ -345,7 +345,7 @@ def draw_windows(r: Result) -> plt.Figure:
             g = g.assign(kappa=g.kappa.round(2))
             for c in ("pearson", "end"): m = g.groupby("kappa")[c].median(); ax.plot(m.index, m, label={"pearson": "$W$ at the start", "end": "$W$ at the end"}[c], **look(ADAMW[c][1]))
             ax.axhline(.8, color="grey", lw=1); ax.set(xscale="log", xlabel=r"window $\kappa$", title=name, ylim=(-.3, 1.05)); ax.set_xticks(ks := sorted(set(g.kappa)), [f"{k:g}" for k in ks]); ax.minorticks_off()
-        axes[0, 0].set_ylabel(r"pearson with $W^\top W$, median"); axes[0, 0].legend(fontsize=7, loc="center left")
+        axes[0, 0].set_ylabel(r"pearson with $W^\top W$, median"); axes[0, -1].legend(fontsize=7, loc="center")
     return fig
 
 # %% ../../nbs/experiments/no_decay.ipynb #8756842e
