@@ -71,13 +71,14 @@ class _Machine(BaseEstimator):
                  negative: str = "abs", # FACT: negative directions of FACT·M count by size, or "clip" them away
                  diagonal: bool = False, # one weight per input instead of a matrix
                  holdout: float | None = None, # choose the iterate on this share of the rows
-                 patience: int | None = None, # with holdout: stop after so many iterations without improvement
+                 keep: str = "best", # or "loo": leave-one-out chooses the iterate and no row is held out; "last"
+                 patience: int | None = None, # with holdout or "loo": stop after so many iterations without improvement
                  solver: str = "auto", memory: int | None = None, # see fact_nb.solvers
                  device: str = "auto", # "auto", "cpu", "cuda", "mps"
                  random_state=None, verbose: int = 0): # seed of the held-out split; 1 shows a progress bar
         self.kernel, self.bandwidth, self.update, self.geometric, self.power = kernel, bandwidth, update, geometric, power
         self.iters, self.ridge, self.normalize, self.negative, self.diagonal, self.holdout = iters, ridge, normalize, negative, diagonal, holdout
-        self.patience, self.solver, self.memory, self.device = patience, solver, memory, device
+        self.keep, self.patience, self.solver, self.memory, self.device = keep, patience, solver, memory, device
         self.random_state, self.verbose = random_state, verbose
 
 # %% ../nbs/13_estimators.ipynb #8d2f2f7e
@@ -102,7 +103,7 @@ def _fit_machine(est: "_Machine", X: np.ndarray, Y: np.ndarray, sample_weight, m
 # %% ../nbs/13_estimators.ipynb #51bbdbfe
 def _settings(est: "_Machine", kernel: Kernel, constant: bool) -> dict:
     "The estimator's parameters in the machine's words."
-    same = ("update", "geometric", "power", "ridge", "normalize", "negative", "diagonal", "solver", "memory", "holdout", "patience")
+    same = ("update", "geometric", "power", "ridge", "normalize", "negative", "diagonal", "solver", "memory", "holdout", "keep", "patience")
     return {k: getattr(est, k) for k in same} | dict(kernel=kernel, iters=0 if constant else est.iters, progress=bool(est.verbose),
         seed=int(check_random_state(est.random_state).randint(2**31 - 1)), holdout=None if constant else est.holdout, patience=None if constant else est.patience)
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Coefs', 'fact_core', 'agop_core', 'fact', 'agop', 'fact_update', 'nfa_update', 'rescale', 'effective_rank',
-           'Settings', 'check', 'Problem', 'problem', 'Fit', 'plan', 'fit_alpha', 'State', 'start', 'step',
-           'fingerprint', 'save_state', 'load_state', 'run', 'RFM']
+           'Settings', 'check', 'Problem', 'problem', 'Fit', 'plan', 'fit_alpha', 'inverse_diagonal', 'State', 'start',
+           'middle', 'step', 'fingerprint', 'save_state', 'load_state', 'run', 'RFM']
 
 # %% ../nbs/12_rfm.ipynb #d18a6971
 import hashlib
@@ -14,7 +14,7 @@ import warnings
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -183,7 +183,7 @@ class Settings:
     negative: str = "abs" # FACT, geometric: negative eigenvalues of FACT·M, "abs" or "clip"
     diagonal: bool = False # learn one weight per input instead of a matrix
     metric: str | Callable = "mse" # error to report and choose by: "mse", "error" (share of wrong labels), or f(prediction, y)
-    keep: str = "best" # which iterate to return when errors are watched: "best" or "last"
+    keep: str = "best" # which iterate to return: "best" of those that validation data have seen, "last", or "loo", the one that leave-one-out chooses
     patience: int | None = None # stop after so many iterations without improvement of the watched number
     holdout: float | None = None # hold out this share of the rows to choose the iterate, then refit on all
     solver: str = "auto" # "auto", "direct", "cholesky", "eigh" or "iterative", see `fact_nb.solvers`
@@ -196,7 +196,7 @@ class Settings:
 # %% ../nbs/12_rfm.ipynb #965b023c
 def check(s: Settings) -> None:
     "Raise on a choice that cannot be meant."
-    one_of = dict(update=("fact", "nfa", "stable"), geometric=(True, False, "simple"), normalize=("trace", "max", None), negative=("abs", "clip"), keep=("best", "last"), solver=METHODS)
+    one_of = dict(update=("fact", "nfa", "stable"), geometric=(True, False, "simple"), normalize=("trace", "max", None), negative=("abs", "clip"), keep=("best", "last", "loo"), solver=METHODS)
     for name, good in one_of.items():
         if getattr(s, name) not in good: raise ValueError(f"{name} must be one of {good}, not {getattr(s, name)!r}")
     if not isinstance(s.kernel, Kernel): raise TypeError(f"kernel must be a fact_nb.kernels.Kernel such as Gaussian(bandwidth=5.), not {s.kernel!r}")
@@ -283,14 +283,16 @@ def plan(s: Settings, p: Problem) -> None:
     (n, d), c, size = p.X.shape, p.Y.shape[1], p.X.element_size()
     limit = available_memory(p.X.device) if s.memory is None else int(s.memory)
     if s.solver == "iterative": how, why = "iterative", "asked for"
-    elif s.solver == "auto" and p.w is None: how, why, _ = choose(n, d, c, size, limit)
-    else: how, why = "direct", "asked for" if s.solver != "auto" else "sample weights need it"
+    elif s.solver == "auto" and p.w is None and s.keep != "loo": how, why, _ = choose(n, d, c, size, limit)
+    else: how, why = "direct", "asked for" if s.solver != "auto" else "leave-one-out needs it" if s.keep == "loo" else "sample weights need it"
     if how == "iterative" and p.w is not None:
         raise ValueError("sample_weight works with the direct solver only: leave solver at 'auto', or drop the weights")
-    need = direct_bytes(n, c, size)
+    if how == "iterative" and s.keep == "loo":
+        raise ValueError("keep='loo' works with the direct solver only: leave solver at 'auto', or hold out rows with holdout=.2")
+    need = direct_bytes(n, c, size) + (2 * n * n * size if s.keep == "loo" else 0)
     if how == "direct" and need > limit:
         raise MemoryError(f"the direct solver needs {need / 1e9:.3g} GB at n = {n}, available are {limit / 1e9:.3g} GB: "
-                          "use fewer rows, or solver='auto' without weights")
+                          "use fewer rows, or solver='auto' without weights and without keep='loo'")
     p.plan = dict(how=how, why=why, limit=limit, store=how == "direct" and need + n * n * size <= limit)
 
 # %% ../nbs/12_rfm.ipynb #ac85c93b
@@ -326,6 +328,24 @@ def _error(metric: str | Callable, F: Tensor, Y: Tensor) -> float:
     cut = 0. if Y.min() < 0 else .5
     return float(((F > cut) != (Y > cut)).double().mean())
 
+# %% ../nbs/12_rfm.ipynb #104f5dd1
+def inverse_diagonal(K: Tensor, # n × n, upper triangle
+                     ridge: float,
+                    ) -> Tensor: # n
+    "The diagonal of (K + ridge·I)⁻¹."
+    A = K.mT.clone(); A.diagonal().add_(ridge)
+    return torch.cholesky_inverse(torch.linalg.cholesky(A)).diagonal()
+
+def _leave_one_out(s: Settings, p: Problem, fit: Fit) -> Tensor: # n × c
+    "Predictions at the training points, each without that point; K must be that of the fit."
+    D = inverse_diagonal(p.K, s.ridge)
+    return p.Y - fit.alpha / (D if p.w is None else p.w * D)[:, None]
+
+def _loo_error(s: Settings, p: Problem, fit: Fit) -> float:
+    "Their error; infinite where the matrix is singular."
+    try: return _error(s.metric, _leave_one_out(s, p, fit), p.Y) if fit.residual <= 1e-4 else float("inf")
+    except torch.linalg.LinAlgError: return float("inf")
+
 # %% ../nbs/12_rfm.ipynb #0fbb7619
 @dataclass
 class State:
@@ -336,6 +356,7 @@ class State:
     last: dict | None = None # t, M, alpha of the last good fit
     best: dict | None = None # the same of the best fit, and its score
     worse: int = 0 # fits since the best one
+    ties: list = field(default_factory=list) # leave-one-out: t and M of all fits that are as good as the best one
     done: bool = False
     history: list = field(default_factory=list) # one dict a fit
     way: dict | None = None # what the stable update remembers
@@ -353,7 +374,8 @@ def _row(s: Settings, p: Problem, state: State, fit: "Fit") -> dict:
     F = p.Y - s.ridge * fit.alpha / (1 if p.w is None else p.w[:, None])
     if fit.residual > 1e-4: F = _predict(s.kernel, p.X, p.X, fit.W, fit.alpha)     # a singular system: the shortcut would flatter
     val = None if p.val is None else _error(s.metric, _predict(s.kernel, p.val[0], p.X, fit.W, fit.alpha), p.val[1])
-    return dict(iter=state.t, train_error=_error(s.metric, F, p.Y), val_error=val,
+    loo = {} if s.keep != "loo" else dict(loo_error=_loo_error(s, p, fit))
+    return loo | dict(iter=state.t, train_error=_error(s.metric, F, p.Y), val_error=val,
                 objective=float((p.Y.double() * fit.alpha.double()).sum()) / 2 + state.trace / 2,
                 trace=state.trace, effective_rank=effective_rank(state.M), solver=fit.solver, note=fit.note, residual=fit.residual)
 
@@ -369,10 +391,15 @@ def _remember(s: Settings, p: Problem, state: State, fit: "Fit", row: dict) -> N
     "Enter a fit into the history, and into `best` if the watched number improved."
     state.history.append(row)
     state.last = dict(t=state.t, M=state.M, alpha=fit.alpha)
-    score = row["val_error"] if p.val is not None else row["objective"] if s.patience is not None else None
+    score = row["val_error"] if p.val is not None else row["loo_error"] if s.keep == "loo" else row["objective"] if s.patience is not None else None
     if score is None: return
-    if state.best is None or score < state.best["score"]: state.best, state.worse = state.last | dict(score=score), 0
+    if state.best is None or score < state.best["score"]: state.best, state.worse, state.ties = state.last | dict(score=score), 0, []
     else: state.worse += 1
+    if s.keep == "loo" and score == state.best["score"]: state.ties.append(dict(t=state.t, M=state.M))
+
+def middle(ties: list) -> Any:
+    "The middle one; of two the first."
+    return ties[(len(ties) - 1) // 2]
 
 # %% ../nbs/12_rfm.ipynb #8c6f041e
 def _core(s: Settings, p: Problem, state: State, fit: "Fit") -> Tensor:
@@ -492,6 +519,7 @@ def _learn(s: Settings, p: Problem, checkpoint) -> tuple[dict, list[dict]]: # th
     q = p if s.holdout is None else _split(p, s.holdout, s.seed)
     state = run(s, q, checkpoint)
     chosen = state.best if s.keep == "best" and state.best is not None else state.last
+    if s.keep == "loo": chosen = middle(state.ties); return chosen | dict(alpha=fit_alpha(s, p, chosen["M"], coef=False).alpha), state.history
     if s.holdout is None: return chosen, state.history
     fit = fit_alpha(s, p, chosen["M"], coef=False)
     return chosen | dict(alpha=fit.alpha), state.history + [dict(iter=chosen["t"], solver=fit.solver, note="refit on all rows")]
@@ -500,9 +528,10 @@ def _learn(s: Settings, p: Problem, checkpoint) -> tuple[dict, list[dict]]: # th
 def _check_together(s: Settings, p: Problem) -> None:
     "Settings and data that do not go together."
     if s.holdout is not None and p.val is not None: raise ValueError("pass validation data or holdout, not both")
-    if s.patience is not None and p.val is None and s.holdout is None and s.normalize is not None:
+    if s.keep == "loo" and (s.holdout is not None or p.val is not None): raise ValueError("choose the iterate by keep='loo' or by held-out rows, not both")
+    if s.patience is not None and p.val is None and s.holdout is None and s.keep != "loo" and s.normalize is not None:
         raise ValueError("without validation data patience watches the objective, which rescaling M makes meaningless: "
-                         "pass X_val and y_val, holdout=.2, or normalize=None")
+                         "pass X_val and y_val, holdout=.2, keep='loo', or normalize=None")
 
 # %% ../nbs/12_rfm.ipynb #9466cf68
 @dataclass
