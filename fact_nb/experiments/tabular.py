@@ -30,7 +30,7 @@ from ..figures import WIDTH, look, style
 from ..protocol import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..protocol import run as run_experiment
 from ..store import Result
-from ..tabular import METHODS, Memo, Rules, halves, leak_free, published
+from ..tabular import METHODS, Memo, Rules, leak_free, published
 
 # %% ../../nbs/experiments/tabular.ipynb #6b249f9a
 def _grid(default: Any) -> Any: return field(default=default, metadata=dict(grid=True))
@@ -161,9 +161,10 @@ def classifier(name: str) -> Any:
 class XRFM:
     "xRFM with scikit-learn's fit and predict."
     def fit(self, X: np.ndarray, y: np.ndarray) -> "XRFM":
+        from sklearn.model_selection import train_test_split
         from xrfm import xRFM
         tensor = lambda A, t: torch.from_numpy(np.ascontiguousarray(A)).to(t)
-        a, b = (i.numpy() for i in halves(torch.from_numpy(y), torch.arange(len(y)), 0))
+        a, b = train_test_split(np.arange(len(y)), test_size=.2, random_state=0)
         self.machine = xRFM(device=torch.device("cpu"), tuning_metric="accuracy", verbose=False)
         self.machine.fit(*(tensor(A[i], t) for i in (a, b) for A, t in ((X, torch.float32), (y, torch.int64))))
         return self
