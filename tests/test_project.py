@@ -40,6 +40,12 @@ def test_notebook_opens_as_it_should(path):
     assert len({c.id for c in nb.cells}) == len(nb.cells)
 
 
+def anchors(path):
+    "Where a link into a notebook can point: its headings, as pandoc names them."
+    heads = re.findall(r"^#+ (.+)$", "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "markdown"), re.M)
+    return {re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", re.sub(r"[^\w\s.-]", "", h.lower()).strip())) for h in heads}
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_links_and_references_resolve(path):
     nb = nbformat.read(path, 4)
@@ -47,6 +53,7 @@ def test_links_and_references_resolve(path):
     for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text): assert (path.parent / target).exists(), target
     labels = set(re.findall(r"\{#((?:eq|fig|tbl|sec)-[\w-]+)", text)) | set(re.findall(r"^#\| label: (\S+)", "\n".join(c.source for c in nb.cells if c.cell_type == "code"), re.M))
     for ref in re.findall(r"@((?:eq|fig|tbl|sec)-[\w-]+\w)", text): assert ref in labels, ref
+    for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)#([\w-]+)\)", text): assert anchor in anchors(path.parent / target if target else path), f"{target}#{anchor}"
     bib = set(re.findall(r"@\w+\{([\w-]+),", (ROOT / "nbs" / "references.bib").read_text()))
     for cite in re.findall(r"\[@([\w-]+)", text): assert cite in bib or re.match("eq-|fig-|tbl-|sec-", cite), cite
 
