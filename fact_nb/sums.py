@@ -129,7 +129,7 @@ def _checked_output(run: Run, output: object, i: int) -> Tensor:
     if not output.requires_grad: raise ValueError("the output does not depend on any weight: is it computed with detach() or under no_grad()?")
     c = output[0].numel() if len(output) else 0
     if i == 0 and c > 256 and run.options["agop"] == "exact":
-        warnings.warn(f"exact AGOP takes one backward pass per output and sample has {c} of them: agop=\"sketch\" takes {run.options['probes']}", stacklevel=2)
+        warnings.warn(f"exact AGOP takes one backward pass per output, and a sample has {c} outputs: agop=\"sketch\" takes {run.options['probes']}", stacklevel=2)
     return output
 
 # %% ../nbs/02e_sums.ipynb #a658f7d4

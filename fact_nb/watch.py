@@ -110,5 +110,6 @@ def plot_history(h: pd.DataFrame, # history of a Watch
                 if len(line): ax.plot(line[unit], line.value, label=q, **look(_kind(q)))
             ax.set_title(f"layer {layer}", fontsize=7.5 if len(layer) < 12 else 6.5); ax.set(xlabel=unit, ylim=(min(-.05, h.value.min()), 1.05))
         for ax in axes.flat[len(layers):]: ax.set_visible(False)
+        for ax in axes.flat[len(layers) - columns:len(layers)]: ax.tick_params(labelbottom=True)       # the lowest panel of each column
         axes[0, 0].set_ylabel(similarity); next((ax for ax in axes.flat if ax.lines), axes[0, 0]).legend(fontsize=7)
     return fig

@@ -255,7 +255,7 @@ def judge_converse(r: Result) -> Judgement:
     ours = (f"FACT = −M is a fixed point of both updates (moved by {max(v['converse, plain'], v['converse, geometric']):.0e}; "
             f"signed defect {v['converse, signed defect']:.0f}, gradient {v['converse, gradient']:.0f}‖W‖)")
     return judge(bool(exhibited and v["converse, positive part"] < 1e-8), ours,
-                 change="one way only; both ways with the positive part of FACT·M in the place of its absolute value")
+                 change="one way only; for invertible M both ways with the positive part of FACT·M in the place of its absolute value")
 
 # %% ../../nbs/experiments/kernel_theory.ipynb #7f9a816b
 def judge_algorithm(r: Result) -> Judgement:
