@@ -245,7 +245,7 @@ claim("sep-weights-shape", "Proof intuition",
       "trace share ≥ .9 at τ = .02")
 claim("sep-figure-agop", "§6, Fig 7",
       "AGOP cosine < .068 at τ .02, p = λ = 1e-5",
-      "below .068 at the true minimiser of the stated setting; if not there but elsewhere in the scan over p and λ: holds with that change; nowhere: differs", paper="< .068")
+      "below .068 at the true minimiser of the stated τ, p, λ; the smallest value over λ at that p, and over p and λ, stated", paper="< .068")
 claim("sep-figure-fact", "§6, Fig 7",
       "FACT cosine .994 after 10⁶ Adam steps, width 10",
       "≥ .99 at the minimiser; Adam run reported", paper=".994")
@@ -308,7 +308,7 @@ claim("motion-fact-low", PAST,
       "on runs in which FACT itself says little before the end",
       "the same runs: median pearson of FACT over the first 10 % of the steps < .5, and ≤ .3 at the first look, mean of seeds")
 claim("motion-cheap", PAST,
-      "Every tenth step is enough, at a tenth of the cost",
+      "Every tenth step is enough, at a fraction of the cost",
       "the same runs with k = 10: pearson ≥ .97 at every epoch from the first on; the cost of both stated as a share of training")
 
 # %% ../nbs/30_scorecard.ipynb #c96c08e7

@@ -177,7 +177,7 @@ def draw(r: Result, names: tuple[str, ...], null: str, ylabel: str) -> plt.Figur
 # %% ../../nbs/experiments/epochs.ipynb #33e0c297
 figures = dict(
     forward=Figure(lambda r: draw(r, ("FACT", ROOT, "AGOP", "AGOP^½", "eNFA"), "null", r"Pearson correlation with $W^\top W$"),
-                   "Over training, FACT has little correlation with WᵀW until late and then rises to near one. At a constant learning rate the rise does not come. The early correlation of the symmetric root is close to that of a null in which gradients and inputs are paired at random.",
+                   "On the first layer FACT is near zero until late in training and then rises to near one; deeper layers rise earlier and gradually. At a constant learning rate it stays low. The early correlation of the symmetric root lies below that of a null (gradients and inputs paired at random) on layer 1, and above it on layers 2 and 3.",
                    "Three panels of Pearson correlation against percent of training. FACT starts near zero and rises to one in the last part; AGOP and its square root are high early; the control at a constant rate stays low."),
     backward=Figure(lambda r: draw(r, ("bFACT", BROOT, "bAGOP", "bAGOP^½", "beNFA"), "bnull", r"Pearson correlation with $WW^\top$"),
                     "The backward forms over training: the same picture for bFACT and WWᵀ.",

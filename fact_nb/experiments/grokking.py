@@ -423,7 +423,7 @@ figures = dict(
     stability=Figure(draw_stability, "Without the geometric average the trace of M swings over many decades and the accuracy with it. Rescaled each time, the plain update is calm: the scale is what is unstable.",
                      "Three panels: trace of M on a logarithmic axis, test accuracy by iteration, and final accuracy by training fraction for FACT with and without averaging."),
     random=Figure(draw_random, "No learning at all: a random circulant block in M is enough for full test accuracy if all frequencies are equally strong. Random entries give less, and blocks that are not circulant nothing.",
-                  "Points of test accuracy for four kinds of random feature matrices and two kernels: near one for random phases, between a tenth and nine tenths for random entries, near zero for the other two."))
+                  "Points of test accuracy for four kinds of random feature matrices and two kernels: near one for random phases, between zero and .85 for random entries, near zero for the other two."))
 
 # %% ../../nbs/experiments/grokking.ipynb #d502f191
 experiment = Experiment("grokking", "modular arithmetic: delayed generalisation and circulant features", presets, units, run_unit, judges, figures, cost=lambda cfg, u: 10. if u["op"] == "random" else 100 * u["fraction"] * (cfg.p / 61)**4)

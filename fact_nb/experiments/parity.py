@@ -345,8 +345,8 @@ def judge_undefined(r: Result) -> Judgement | None:
     at0, ever = bad[bad.iter == 0].groupby("k").bad.all(), bad.groupby("k").bad.any()
     fine = [str(k) for k in at0.index if not at0[k]]
     lows = ", ".join(f"k = {k}: {g[g.iter == 0].low.min():.2g} (later {g.low.min():.2g})" for k, g in bad.groupby("k"))
-    change = f"at iteration 0 FACT is positive definite for k = {', '.join(fine)}; negative eigenvalues appear in later iterations" if fine else ""
-    return judge(bool(ever.all()), f"parity: smallest eigenvalue of FACT / largest at iteration 0, {lows}", change=change)
+    note = f"at iteration 0 FACT is positive definite for k = {', '.join(fine)}" + ("; negative eigenvalues appear in later iterations" if ever.all() else "") if fine else ""
+    return judge(bool(at0.all()), f"parity: smallest eigenvalue of FACT / largest at iteration 0, {lows}", note)
 
 # %% ../../nbs/experiments/parity.ipynb #66274058
 judges = {"parity-learned": judge_learned, "parity-support": judge_support, "parity-similar": judge_similar, "parity-unstable-later": judge_later, "rfm-geom-keeps": judge_geometric, "rfm-naive-undefined": judge_undefined}

@@ -206,7 +206,7 @@ def draw(r: Result) -> plt.Figure:
     return fig
 
 # %% ../../nbs/experiments/theorem.ipynb #9b2ccdd0
-figures = dict(errors=Figure(draw, "At a critical point FACT equals WᵀW to many digits on every weight matrix of every architecture. Before training it is far off, and AGOP is off at convergence too, even with the best scale factor.",
+figures = dict(errors=Figure(draw, "At a critical point FACT equals WᵀW to many digits on every weight matrix of every architecture. Before training it is far off, and AGOP is off at convergence too, even with the best scale factor, except at output layers, where it is WᵀW by definition (no mark).",
                              "A scatter of relative errors on a logarithmic axis, one column per weight matrix. FACT at convergence lies many orders of magnitude below FACT before training and below AGOP, for all architectures."))
 
 # %% ../../nbs/experiments/theorem.ipynb #29ae7c13
