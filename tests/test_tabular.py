@@ -70,7 +70,7 @@ def test_the_fast_way_makes_the_choices_of_the_plain_one(name):
 
 
 @CORPUS
-def test_large_tables_by_triangle_by_refinement_and_by_a_sketch_give_the_same(monkeypatch):
+def test_large_tables_by_triangle_by_refinement_by_a_sketch_and_by_blocks_give_the_same(monkeypatch):
     T = uci.load("ecoli", download=False)
     base = without_seconds(published(Rules(), T))
     monkeypatch.setattr(Search, "small", False)
@@ -82,6 +82,8 @@ def test_large_tables_by_triangle_by_refinement_and_by_a_sketch_give_the_same(mo
     monkeypatch.setattr("fact_nb.tabular.solve_sketched", lambda *a: used.append(sketched(*a)) or used[-1])
     assert without_seconds(published(Rules(), T)) == base
     assert len(used) > 50 and sum(a is None for a in used) < len(used) / 10
+    monkeypatch.setattr("fact_nb.tabular.BLOCKED", 10)
+    assert without_seconds(published(Rules(), T)) == base
 
 
 @CORPUS
