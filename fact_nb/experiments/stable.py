@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['UPDATES', 'NAMES', 'LOOKS', 'presets', 'judges', 'TASKS', 'figures', 'experiment', 'Config', 'Task', 'make',
            'defect_of', 'seen', 'follow', 'iterates', 'by_protocol', 'tables', 'units', 'table_rows', 'run_unit',
-           'summary', 'large_enough', 'judge_divergence', 'judge_monotone', 'judge_defect', 'gaps', 'judge_accuracy',
-           'marks', 'judge_tables', 'shown_ridge', 'draw_runs', 'draw_map', 'draw_tables', 'cost', 'run']
+           'summary', 'large_enough', 'judge_divergence', 'judge_monotone', 'judge_defect', 'gaps', 'ends',
+           'judge_accuracy', 'marks', 'judge_tables', 'shown_ridge', 'draw_runs', 'draw_map', 'draw_tables', 'cost',
+           'run']
 
 # %% ../../nbs/experiments/stable.ipynb #01869908
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Iterator
 
 import matplotlib.pyplot as plt
@@ -51,6 +52,7 @@ class Config:
     ridges: tuple[float, ...] = _grid((1e-8, 1e-6, 1e-4, 1e-2, .1)) # nλ on parities
     modular_ridges: tuple[float, ...] = _grid((1e-6, 1e-4, 1e-2, 1.)) # nλ on modular addition
     seeds: int = _grid(3) # seeds 0 … seeds−1
+    arrive: int = _grid(0) # modular addition is also followed to its end, by the stable update, for at most so many iterations; 0: not
     max_n: int = _grid(600) # tables with more rows are left out; 0: no tables
     table_iters: int = 4 # updates of M on tables
     stand_in: bool = False # tables of scikit-learn, without the corpus
@@ -61,7 +63,7 @@ class Config:
         require(0 < self.fraction < 1, "fraction must lie between 0 and 1, so that pairs are left to test")
         require(all(r > 0 for r in (*self.ridges, *self.modular_ridges)), "ridges and modular_ridges must be positive")
         require(min(self.iters, self.table_iters, self.seeds, self.n2, self.n3, self.n_test) >= 1, "iters, table_iters, seeds and the numbers of points must be at least 1")
-        require(self.settle >= 0 and self.bandwidth > 0 and self.max_n >= 0, "settle and max_n must not be negative, bandwidth must be positive")
+        require(min(self.settle, self.max_n, self.arrive) >= 0 and self.bandwidth > 0, "settle, max_n and arrive must not be negative, bandwidth must be positive")
 
 # %% ../../nbs/experiments/stable.ipynb #f2ed93de
 @dataclass
@@ -143,7 +145,7 @@ def by_protocol(rules: Rules, T: Table) -> dict[str, Any]: # a row like those of
 
 # %% ../../nbs/experiments/stable.ipynb #683d3717
 presets = dict(quick=Config(iters=15, d2=20, n2=200, p=11, n_test=500, tasks=("parity2", "modular"), ridges=(1e-6, .1), modular_ridges=(1e-2,), seeds=1, max_n=200, stand_in=True),
-               cpu=Config(seeds=5), paper=Config(d3=50, n3=5000, p=61, fraction=.5, seeds=5, max_n=1100))
+               cpu=Config(seeds=5, arrive=600), paper=Config(d3=50, n3=5000, p=61, fraction=.5, seeds=5, max_n=1100))
 
 def tables(cfg: Config) -> list[str]:
     "Names of the tables, from small to large."
@@ -151,9 +153,10 @@ def tables(cfg: Config) -> list[str]:
     return sorted((k for k, m in META.items() if m.n <= cfg.max_n), key=lambda k: (META[k].n, k))
 
 def units(cfg: Config) -> list[dict]:
-    "Tasks by ridge and seed, then tables."
+    "Tasks by ridge and seed, modular addition to its end at the two largest ridges, then tables."
     grid = lambda task: cfg.modular_ridges if task == "modular" else cfg.ridges
-    return [dict(task=t, ridge=r, seed=s) for s in range(cfg.seeds) for t in cfg.tasks for r in grid(t)] + [dict(task="table", table=k) for k in tables(cfg)]
+    ends = [dict(task="arrive", until=cfg.arrive, ridge=r, seed=s) for s in range(cfg.seeds) for r in cfg.modular_ridges[-2:]] if cfg.arrive and "modular" in cfg.tasks else []
+    return [dict(task=t, ridge=r, seed=s) for s in range(cfg.seeds) for t in cfg.tasks for r in grid(t)] + ends + [dict(task="table", table=k) for k in tables(cfg)]
 
 # %% ../../nbs/experiments/stable.ipynb #c72dabb3
 def table_rows(cfg: Config, name: str) -> list[dict[str, Any]]:
@@ -168,13 +171,16 @@ def run_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
     "Do one unit."
     with one_thread():
         if unit["task"] == "table": return Output(table_rows(cfg, unit["table"]))
+        if unit["task"] == "arrive":
+            rows = follow(replace(cfg, iters=cfg.arrive), make(cfg, "modular", unit["seed"], ctx.device), unit["ridge"], "stable")
+            return Output([r for r in rows if r["iter"] % 10 == 0 or r is rows[-1]])
         T = make(cfg, unit["task"], unit["seed"], ctx.device)
         return Output([r for u in UPDATES for r in follow(cfg, T, unit["ridge"], u)])
 
 # %% ../../nbs/experiments/stable.ipynb #7dc6e4ad
 def summary(r: Result) -> pd.DataFrame: # one row a run
     "What happened in each run."
-    d = r.df[r.df.task != "table"].sort_values("iter")
+    d = r.df[~r.df.task.isin(["table", "arrive"])].sort_values("iter")
     def one(g):
         phi = g.objective.to_numpy(float); low = np.minimum.accumulate(phi)
         return pd.Series(dict(first=phi[0], last=phi[-1], rise=float(np.max(phi[1:] / phi[:-1] - 1, initial=-1)), blown=bool((phi > 10 * low).any() or not np.isfinite(phi).all()),
@@ -211,13 +217,18 @@ def gaps(r: Result) -> pd.DataFrame: # one row a task, ridge and seed
     s = summary(r).set_index(["task", "ridge", "seed"]); others = s[s["update"] != "stable"].groupby(level=[0, 1, 2]).best.max()
     d = s[s["update"] == "stable"].assign(other=others); return d.assign(gap=d.accuracy - d.other, chosen_gap=d.chosen - d.other).reset_index()
 
+def ends(r: Result) -> pd.DataFrame: # one row a ridge and seed
+    "Where the stable update arrives on modular addition."
+    return r.df[r.df.task == "arrive"].sort_values("iter").groupby(["ridge", "seed"]).tail(1)[["ridge", "seed", "iter", "objective", "defect", "accuracy"]]
+
 def judge_accuracy(r: Result) -> Judgement | None:
     if not large_enough(r): return None
     g = gaps(r); bad, missed = g[g.gap < -.005], g[g.chosen_gap < -.005]
     where = lambda b, y: "; ".join(f"{t} at ridge {x:g}, seed {s}: {a:.3f} against {o:.3f}" for t, x, s, a, o in b[["task", "ridge", "seed", y, "other"]].itertuples(index=False))
     text = lambda b, y: f"{len(g) - len(b)} of {len(g)} pass (lowest gap {g[y].min():+.4f}, mean {g[y].mean():+.4f})"
+    e = ends(r); end = f"followed to the end ({len(e)} runs, defect {e.defect.max():.0e} or less), modular addition has {e.accuracy.min():.3f} to {e.accuracy.max():.3f}, mean {e.accuracy.mean():.3f}: the minimum itself predicts worse; " if len(e) else ""
     change = "" if not len(bad) else "the iterate is chosen by leave-one-out; the last one loses accuracy while the objective still falls"
-    return judge(not len(missed), f"last iterate: {text(bad, 'gap')}; chosen by leave-one-out: {text(missed, 'chosen_gap')}", note=where(missed if len(missed) else bad, "chosen" if len(missed) else "accuracy"), change=change)
+    return judge(not len(missed), f"last iterate: {text(bad, 'gap')}; chosen by leave-one-out: {text(missed, 'chosen_gap')}", note=end + where(missed if len(missed) else bad, "chosen" if len(missed) else "accuracy"), change=change)
 
 # %% ../../nbs/experiments/stable.ipynb #fdd793c8
 def marks(r: Result) -> pd.DataFrame: # tables × methods, per cent
@@ -303,6 +314,7 @@ figures = dict(
 def cost(cfg: Config, unit: dict) -> float: # seconds on one core
     "Estimated seconds of a unit."
     if unit["task"] == "table": return 3.
+    if unit["task"] == "arrive": return cfg.arrive * (2e-3 + 2e-7 * (cfg.p**2 * cfg.fraction)**2)
     n = dict(parity2=cfg.n2, parity3=cfg.n3, modular=cfg.p**2 * cfg.fraction)[unit["task"]]
     return 3.5 * cfg.iters * (2e-3 + 1.2e-7 * n**2 + 2e-11 * n**3)
 
