@@ -224,7 +224,7 @@ def ends(r: Result) -> pd.DataFrame: # one row a ridge and seed
 def judge_accuracy(r: Result) -> Judgement | None:
     if not large_enough(r): return None
     g = gaps(r); bad, missed = g[g.gap < -.005], g[g.chosen_gap < -.005]
-    where = lambda b, y: "; ".join(f"{t} at ridge {x:g}, seed {s}: {a:.3f} against {o:.3f}" for t, x, s, a, o in b[["task", "ridge", "seed", y, "other"]].itertuples(index=False))
+    where = lambda b, y: "; ".join(f"{t} at ridge {x:g}, seed {s:g}: {a:.3f} against {o:.3f}" for t, x, s, a, o in b[["task", "ridge", "seed", y, "other"]].itertuples(index=False))
     text = lambda b, y: f"{len(g) - len(b)} of {len(g)} pass (lowest gap {g[y].min():+.4f}, mean {g[y].mean():+.4f})"
     e = ends(r); end = f"followed to the end ({len(e)} runs, defect {e.defect.max():.0e} or less), modular addition has {e.accuracy.min():.3f} to {e.accuracy.max():.3f}, mean {e.accuracy.mean():.3f}: the minimum itself predicts worse; " if len(e) else ""
     change = "" if not len(bad) else "the iterate is chosen by leave-one-out; the last one loses accuracy while the objective still falls"
