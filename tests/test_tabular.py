@@ -123,12 +123,12 @@ def test_settings_decide_the_units():
     count = lambda **kw: len(tabular.units(protocol.replace(cfg, **kw)))
     all_ = tabular.units(cfg)
     n = lambda u: uci.META[u["table"]].n
-    assert sum(u["protocol"] == "published" for u in all_) == sum(m.n <= 5000 for m in uci.META.values()) == 106
-    assert count(max_n=1100) < count() < count(max_n=100_000)
+    assert sum(u["protocol"] == "published" for u in all_) == 119 and sum(u["protocol"] == "leak-free" for u in all_) == sum(m.n <= 5000 for m in uci.META.values()) == 106
+    assert count(max_n=1100) < count(max_n=5000) < count()
     assert count(leak_free_n=0) == count() - 106 and count(skip=("iris", "connect-4")) < count() and count(baseline_n=0) < count()
     order = [n(u) for u in all_ if u["protocol"] == "published"]
     assert order == sorted(order)
-    assert not any(u.get("table") == "connect-4" for u in tabular.units(protocol.replace(cfg, max_n=100_000)))
+    assert not any(u.get("table") == "connect-4" for u in all_)
     assert sum(u["protocol"] == "published" for u in tabular.units(tabular.presets["paper"])) == 120
 
 

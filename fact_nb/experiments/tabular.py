@@ -62,7 +62,7 @@ QUICK = tuple(sorted(np.random.default_rng(0).choice([k for k, m in META.items()
 BASELINES = ("forest", "boosting", "logistic", "svm", "xrfm")
 
 presets = dict(quick=Config(tables=QUICK, stand_in=True, leak_free_n=200),
-               cpu=Config(max_n=5000, skip=("connect-4",), baselines=("forest", "boosting", "logistic", "svm", "xrfm")),
+               cpu=Config(skip=("connect-4",), baselines=("forest", "boosting", "logistic", "svm", "xrfm")),
                paper=Config())
 
 # %% ../../nbs/experiments/tabular.ipynb #1f67fa65
