@@ -24,7 +24,7 @@ CHEAP = dict(depth=("dataset=digits,setting=quick,seed=0", ["pearson"], .02, FAC
              deep_linear=("L=3,seed=1,noise=128-125", ["fact", "r", "r_power"]),
              grokking=("op=random,kernel=quadratic", ["errors", "test_acc"]),
              kernel_theory=("part=converse", ["value"]),
-             similarity=("task=parity,kernel=quadratic,method=fact,seed=0", ["r2", "centred", "ranks", "objective"]),
+             similarity=("task=parity,kernel=quadratic,method=fact,seed=0", ["r2", "centred", "ranks", "objective"], 1e-4, lambda row: True), # ranks of near ties depend on the processor's rounding
              parity=("part=learn,k=2,n=500,method=fact,seed=0", ["accuracy", "mse", "trace_share", "frob_share"]),
              theorem=("net=conv,loss=ce,seed=0", ["r", "r_sqrt", "br", "r_before", "r_agop", "enfa_fact", "norm"]))
 
