@@ -24,7 +24,7 @@ CHEAP = dict(depth=("dataset=digits,setting=quick,seed=0", ["pearson"], .02, FAC
              deep_linear=("L=3,seed=1,noise=128-125", ["fact", "r", "r_power"]),
              grokking=("op=random,kernel=quadratic", ["errors", "test_acc"]),
              kernel_theory=("part=converse", ["value"]),
-             similarity=("task=parity,kernel=quadratic,method=fact,seed=0", ["r2", "centred", "ranks", "objective"], 1e-4, lambda row: True), # ranks of near ties depend on the processor's rounding
+             similarity=("task=parity,kernel=quadratic,method=fact,seed=0", ["r2", "centred", "ranks", "objective"]),
              parity=("part=learn,k=2,n=500,method=fact,seed=0", ["accuracy", "mse", "trace_share", "frob_share"]),
              theorem=("net=conv,loss=ce,seed=0", ["r", "r_sqrt", "br", "r_before", "r_agop", "enfa_fact", "norm"]))
 
@@ -44,7 +44,7 @@ def test_one_unit_of_the_committed_result_is_reproduced(name, tmp_path):
     assert pairs and any(c in old for _, old in pairs for c in columns)
     for new, old in pairs:
         for c in columns:
-            if c in old: assert np.isclose(new[c], old[c], atol=atol), (c, new[c], old[c])
+            if c in old: assert np.isclose(new[c], old[c], atol=1e-4 if c == "ranks" else atol), (c, new[c], old[c])      # near ties are ranked by the processor's rounding
 
 
 def test_every_committed_result_loads_and_is_judged():
