@@ -6,8 +6,8 @@
 __all__ = ['UPDATES', 'NAMES', 'LOOKS', 'presets', 'RUN', 'ENOUGH', 'judges', 'TASKS', 'figures', 'experiment', 'Config', 'Task',
            'make', 'defect_of', 'seen', 'follow', 'iterates', 'by_protocol', 'tables', 'sums', 'units', 'table_rows',
            'run_unit', 'placed', 'own', 'large_enough', 'summary', 'judge_divergence', 'judge_monotone', 'judge_defect',
-           'gaps', 'ends', 'passed', 'judge_accuracy', 'enough', 'judge_enough', 'marks', 'judge_tables', 'shown_ridge',
-           'draw_runs', 'draw_map', 'draw_pairs', 'draw_tables', 'cost', 'run']
+           'gaps', 'ends', 'passed', 'judge_accuracy', 'enough', 'judge_enough', 'marks', 'judge_tables', 'title',
+           'shown_ridge', 'draw_runs', 'draw_map', 'draw_pairs', 'draw_tables', 'cost', 'run']
 
 # %% ../../nbs/experiments/stable.ipynb #01869908
 import warnings
@@ -216,7 +216,7 @@ def summary(r: Result) -> pd.DataFrame: # one row a run
     def one(g):
         phi = g.objective.to_numpy(float); low = np.minimum.accumulate(phi)
         return pd.Series(dict(first=phi[0], last=phi[-1], rise=float(np.max(phi[1:] / phi[:-1] - 1, initial=-1)), blown=bool((phi > 10 * low).any() or not np.isfinite(phi).all()),
-                              defect_first=g.defect.iloc[0], defect_last=g.defect.iloc[-1], best=g.accuracy.max(), accuracy=g.accuracy.iloc[-1], chosen=middle(g.accuracy[g.loo == g.loo.min()].tolist()), fits=int(g.trials.sum()) + 1 if g.trials.any() else len(g), iters=int(g["iter"].max()),
+                              defect_first=g.defect.iloc[0], defect_last=g.defect.iloc[-1], best=g.accuracy.max(), accuracy=g.accuracy.iloc[-1], loo_last=g.loo.iloc[-1], chosen=middle(g.accuracy[g.loo == g.loo.min()].tolist()), fits=int(g.trials.sum()) + 1 if g.trials.any() else len(g), iters=int(g["iter"].max()),
                               finite=bool(np.isfinite(g[["objective", "trace", "defect", "accuracy"]].to_numpy(float)).all())))
     return d.groupby([*RUN, "update"]).apply(one, include_groups=False).reset_index()
 
@@ -259,7 +259,7 @@ def judge_accuracy(r: Result) -> Judgement | None:
     if not large_enough(r): return None
     g = gaps(r); bad, missed = g[g.gap < -.005], g[g.chosen_gap < -.005]
     worst = lambda b, gap, y: "; ".join(f"{t} ({f:g} of the pairs mod {p:g}) at ridge {x:g}, seed {s:g}: {a:.3f} against {o:.3f}" for t, p, f, x, s, a, o in b.nsmallest(3, gap)[[*RUN, y, "other"]].itertuples(index=False))
-    change = "" if not len(bad) else "the iterate is chosen by leave-one-out; the last one loses accuracy while the objective still falls"
+    change = "" if len(missed) or not len(bad) else "the iterate is chosen by leave-one-out; the last one loses accuracy while the objective still falls"
     note = f"largest losses with leave-one-out: {worst(missed, 'chosen_gap', 'chosen')}" if len(missed) else worst(bad, "gap", "accuracy")
     return judge(not len(missed), f"last iterate: {passed(g)}; chosen by leave-one-out: {passed(g, 'chosen_gap')}", note=note, change=change)
 
@@ -295,6 +295,10 @@ judges = {"stable-no-divergence": judge_divergence, "stable-monotone": judge_mon
 # %% ../../nbs/experiments/stable.ipynb #fb7338b1
 TASKS = dict(parity2="parity, $k=2$", parity3="parity, $k=3$", modular="modular addition")
 
+def title(r: Result, task: str) -> str:
+    "A task's name above its panels."
+    return f"addition mod {r.config['p']}, {r.config['fraction']:g} of pairs" if task == "modular" else TASKS[task]
+
 def shown_ridge(r: Result, task: str) -> float:
     "The ridge at which most runs of the other updates blow up; the smallest of those."
     s = own(r, summary(r)); s = s[(s.task == task) & (s["update"] != "stable")]
@@ -311,7 +315,7 @@ def draw_runs(r: Result) -> plt.Figure:
                 a = d[d["update"] == u].groupby("iter")[y].agg(["median", "min", "max"]).astype(float)
                 ax.plot(a.index, a["median"], label=NAMES[u], markevery=7, **look(LOOKS[u])); ax.fill_between(a.index, a["min"], a["max"], alpha=.15, color=look(LOOKS[u])["color"])
             if y != "accuracy": ax.set_yscale("log")
-            if i == 0: ax.set_title(f"{TASKS[t]}\nridge {ridge:g}")
+            if i == 0: ax.set_title(f"{title(r, t)}\nridge {ridge:g}")
             if j == 0: ax.set_ylabel({"objective": r"objective $\varphi$", "accuracy": "test accuracy", "defect": "defect"}[y])
             if i == 2: ax.set_xlabel("iteration")
         fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
@@ -323,13 +327,13 @@ def draw_map(r: Result) -> plt.Figure:
     s = own(r, summary(r)); tasks = [t for t in TASKS if (s.task == t).any()]
     with style():
         fig, axes = plt.subplots(3, len(tasks), figsize=(WIDTH, 6.6), sharey=True, squeeze=False)
-        for (j, t), (i, (y, title)) in ((a, b) for a in enumerate(tasks) for b in enumerate((("best", "best iterate"), ("accuracy", "last iterate"), ("chosen", "by leave-one-out")))):
+        for (j, t), (i, (y, what)) in ((a, b) for a in enumerate(tasks) for b in enumerate((("best", "best iterate"), ("accuracy", "last iterate"), ("chosen", "by leave-one-out")))):
             ax = axes[i, j]
             for u in UPDATES:
                 g = s[(s.task == t) & (s["update"] == u)]; a = g.groupby("ridge")[y].mean()
                 ax.plot(a.index, a, label=NAMES[u], fillstyle="none" if y == "best" else "full", **look(LOOKS[u]))
                 ax.plot(g.ridge, g[y], linestyle="none", color=look(LOOKS[u])["color"], marker=".", markersize=3, alpha=.6)
-            ax.set(xscale="log", ylim=(-.05, 1.05), title=f"{TASKS[t]}\n{title}" if i == 0 else title)
+            ax.set(xscale="log", ylim=(-.05, 1.05), title=f"{title(r, t)}\n{what}" if i == 0 else what)
             if i == 2: ax.set_xlabel(r"ridge $n\lambda$")
             if j == 0: ax.set_ylabel("test accuracy")
         fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
@@ -341,13 +345,14 @@ def draw_pairs(r: Result) -> plt.Figure:
     g, e = gaps(r), ends(r); moduli = sorted(set(g.p) - {0})
     lines = [("other", "best iterate of plain and geometric", "AGOP", g), ("accuracy", "stable: last of 50", "FACT", g), ("chosen", "stable: by leave-one-out", "eNFA", g), ("accuracy", "stable: at the end of the descent", "NFM", e)]
     with style():
-        fig, axes = plt.subplots(1, len(moduli), figsize=(WIDTH, 3.6), sharey=True, squeeze=False)
+        fig, axes = plt.subplots(1, len(moduli), figsize=(WIDTH, 3.6), squeeze=False)
         for p, ax in zip(moduli, axes[0]):
             for i, (y, name, kind, d) in enumerate(lines):
                 d = d[d.p == p]; a = d.groupby("fraction")[y].mean(); ax.plot(a.index, a, label=name, **look(kind))
                 ax.plot(d.fraction + .006 * (i - 1.5), d[y], linestyle="none", color=look(kind)["color"], marker=".", markersize=3, alpha=.6)
-            if p in ENOUGH: ax.axvspan(ENOUGH[p] - .03, max(.93, ENOUGH[p] + .03), color="grey", alpha=.12)
-            ax.set(title=f"addition mod {p:g}", xlabel="part of the pairs that trains"); axes[0, 0].set_ylabel("test accuracy")
+            right = ax.get_xlim()[1]
+            if p in ENOUGH: ax.axvspan(ENOUGH[p] - .03, right, color="grey", alpha=.12)
+            ax.set(title=f"addition mod {p:g}", xlabel="part of the pairs that trains", xlim=(None, right), xticks=sorted(set(g[g.p == p].fraction))); axes[0, 0].set_ylabel("test accuracy")
         fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     return fig
 
@@ -371,7 +376,7 @@ figures = dict(
                 "Three rows of panels, objective, accuracy and defect by iteration, one column for each task. The plain update swings over decades; the stable one falls steadily and its accuracy stays."),
     map=Figure(draw_map, "Test accuracy against the ridge, mean over seeds with one dot a seed: the best iterate of each update (open marks), its last, and the one that leave-one-out on the training points chooses.",
                "Three rows of panels with accuracy against the ridge for three updates: the best iterate, the last, and the one chosen by leave-one-out. In the second row the plain update has fallen; in the third it is back near the first."),
-    pairs=Figure(draw_pairs, "Modular addition: accuracy against the part of the pairs that trains, one dot a run. With enough pairs (shaded) the last iterate of the stable update is as good as the best that the others ever have, and so is the fixed point; with fewer, an earlier iterate is better.",
+    pairs=Figure(draw_pairs, "Modular addition: accuracy against the part of the pairs that trains, one dot a run. With enough pairs (shaded) the last iterate of the stable update is as good as the best that the others ever have, and so is the fixed point; with fewer, an earlier iterate is better. The two scales differ.",
                  "A panel for each modulus with accuracy against the part of the pairs. The lines meet at the top on the right, where there are enough pairs, and part to the left."),
     tables=Figure(draw_tables, "Tables under the published protocol: accuracy with the stable update against the geometric one, and the paired differences with the interval of their mean.",
                   "Left a scatter near the diagonal, one dot a table. Right the sorted differences as bars, with the mean as a dashed line near zero."))
