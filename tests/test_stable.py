@@ -6,16 +6,21 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from fact_nb.core import psd_power, rel_err
 from fact_nb.estimators import RFMClassifier
+from fact_nb.experiments.stable import follow, make, presets
 from fact_nb.kernels import ExpPower, Exponential, Gaussian, Laplace, Polynomial, Quadratic
 from fact_nb.rfm import RFM, Settings, fingerprint, problem
 from fact_nb.stable import defect, gradient, metric, nearest
+from fact_nb.store import read_record
 
+ROOT = Path(__file__).resolve().parent.parent
 KERNELS = [Laplace(2.), Gaussian(2.), ExpPower(2., 1.4), Quadratic(), Polynomial(3, 1.), Exponential(4.)]
 ids = lambda k: type(k).__name__
 stable = lambda kernel, **kw: RFM(kernel, **(dict(update="stable", normalize=None, progress=False) | kw))
@@ -144,3 +149,13 @@ def test_killed_and_resumed(tmp_path):
     kw = dict(iters=15, ridge=.01, settle=0.)
     assert path.exists()
     assert torch.equal(stable(Gaussian(2.), **kw).fit(X, Y, checkpoint=path).M, stable(Gaussian(2.), **kw).fit(X, Y).M)
+
+
+def test_with_enough_pairs_the_last_iterate_is_as_good_as_any():
+    cfg = replace(presets["cpu"], fraction=.8)
+    stored = read_record(ROOT / "results/stable/cpu/task=modular,p=31,fraction=0.8,ridge=1,seed=0.json")["rows"]
+    old = [r for r in stored if r["update"] == "stable"]
+    new = follow(cfg, make(cfg, "modular", 0, torch.device("cpu")), 1., "stable")
+    assert [r["objective"] for r in new[:10]] == pytest.approx([r["objective"] for r in old[:10]], rel=1e-6)
+    assert new[-1]["accuracy"] == old[-1]["accuracy"] == max(r["accuracy"] for r in stored) == 1. and len(new) == 51
+    assert min(r["accuracy"] for r in stored if r["update"] == "plain" and r["iter"] > 30) < .5             # what early stopping is for
