@@ -297,7 +297,7 @@ TASKS = dict(parity2="parity, $k=2$", parity3="parity, $k=3$", modular="modular 
 
 def title(r: Result, task: str) -> str:
     "A task's name above its panels."
-    return f"addition mod {r.config['p']}, {r.config['fraction']:g} of pairs" if task == "modular" else TASKS[task]
+    return f"mod {r.config['p']}, {r.config['fraction']:g} of pairs" if task == "modular" else TASKS[task]
 
 def shown_ridge(r: Result, task: str) -> float:
     "The ridge at which most runs of the other updates blow up; the smallest of those."
@@ -372,9 +372,9 @@ def draw_tables(r: Result) -> plt.Figure:
 
 # %% ../../nbs/experiments/stable.ipynb #3ea7c5f9
 figures = dict(
-    runs=Figure(draw_runs, "Fifty iterations at a ridge where another update blows up: the stable update lowers the objective at every step and keeps what it has learned (median and range over seeds).",
+    runs=Figure(draw_runs, "Fifty iterations at a ridge where another update blows up: the stable update lowers the objective at every step and keeps what it has learned (median and range over seeds; right: modular addition).",
                 "Three rows of panels, objective, accuracy and defect by iteration, one column for each task. The plain update swings over decades; the stable one falls steadily and its accuracy stays."),
-    map=Figure(draw_map, "Test accuracy against the ridge, mean over seeds with one dot a seed: the best iterate of each update (open marks), its last, and the one that leave-one-out on the training points chooses.",
+    map=Figure(draw_map, "Test accuracy against the ridge, mean over seeds with one dot a seed: the best iterate of each update (open marks), its last, and the one that leave-one-out on the training points chooses (right: modular addition).",
                "Three rows of panels with accuracy against the ridge for three updates: the best iterate, the last, and the one chosen by leave-one-out. In the second row the plain update has fallen; in the third it is back near the first."),
     pairs=Figure(draw_pairs, "Modular addition: accuracy against the part of the pairs that trains, one dot a run. With enough pairs (shaded) the last iterate of the stable update is as good as the best that the others ever have, and so is the fixed point; with fewer, an earlier iterate is better. The two scales differ.",
                  "A panel for each modulus with accuracy against the part of the pairs. The lines meet at the top on the right, where there are enough pairs, and part to the left."),
