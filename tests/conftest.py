@@ -1,5 +1,6 @@
 """What the tests share: running the command line as a user does, in a process of its own."""
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: the tests that interrupt a process would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
