@@ -381,7 +381,7 @@ def draw_tables(r: Result) -> plt.Figure:
 
 # %% ../../nbs/experiments/stable.ipynb #3ea7c5f9
 figures = dict(
-    runs=Figure(draw_runs, "Fifty iterations at a ridge where another update blows up: the stable update lowers the objective at every step and keeps what it has learned (median and range over seeds; right: modular addition).",
+    runs=Figure(draw_runs, "Fifty iterations at a ridge where another update blows up: the stable update lowers the objective at every step and does not lose the task again (median and range over seeds; right: modular addition).",
                 "Three rows of panels, objective, accuracy and defect by iteration, one column for each task. The plain update swings over decades; the stable one falls steadily and its accuracy stays."),
     map=Figure(draw_map, "Test accuracy against the ridge, mean over seeds with one dot a seed: the best iterate of each update (open marks), its last, and the one that leave-one-out on the training points chooses (right: modular addition).",
                "Three rows of panels with accuracy against the ridge for three updates: the best iterate, the last, and the one chosen by leave-one-out. In the second row the plain update has fallen; in the third it is back near the first."),
