@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 NEEDS := needed: Python >= 3.11 with venv, make, 3 GB of disk (on Debian: apt-get install make python3-venv)
 STAMP := $(VENV)/.installed
 # No stamp: an install was interrupted, so the environment is made anew.
-# `make test` uses two processes throughout: nbdev_test by itself, pytest by pytest-xdist (7 minutes instead of 13 on two cores).
 # The environment is up to date when the stamp holds the hash of these three files (and this folder: scripts in .venv carry its path).
 HASH = $$( { echo "$(CURDIR)"; cat settings.ini setup.py constraints.txt; } | cksum )
 
@@ -38,6 +37,7 @@ reproduce: setup
 	@$(BIN)/fact run all
 	@$(BIN)/fact report
 
+# Two processes: nbdev_test by itself, pytest by pytest-xdist (7 minutes instead of 13 on two cores).
 test: setup check-clean check-export
 	@OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests

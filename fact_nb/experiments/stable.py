@@ -44,16 +44,16 @@ class Sums:
     p: int = 31; fraction: float = .7 # modulus, and the part of the pairs that trains
     modular_ridges: tuple[float, ...] = _grid((1e-6, 1e-4, 1e-2, 1.)) # nλ
     fractions: tuple[float, ...] = _grid(()) # further parts of the pairs mod p
-    wide_p: int = _grid(61) # a larger modulus
-    wide_fractions: tuple[float, ...] = _grid(()) # parts of its pairs
-    wide_ridges: tuple[float, ...] = _grid((1e-4, 1.)); wide_seeds: int = _grid(3) # its ridges and seeds
+    other_p: int = _grid(61) # a second modulus
+    other_fractions: tuple[float, ...] = _grid(()) # parts of its pairs
+    other_ridges: tuple[float, ...] = _grid((1e-4, 1.)); other_seeds: int = _grid(3) # its ridges and seeds
     arrive: int = _grid(0) # modular addition is also followed to its end, by the stable update, for at most so many iterations; 0: not
 
     def check(self) -> None:
-        for p in (self.p, self.wide_p): require(is_prime(p) and p >= 5, f"p and wide_p must be primes of at least 5, not {p}")
-        require(all(0 < f < 1 for f in (self.fraction, *self.fractions, *self.wide_fractions)), "fractions must lie between 0 and 1, so that pairs are left to test")
-        require(all(r > 0 for r in (*self.modular_ridges, *self.wide_ridges)), "modular_ridges and wide_ridges must be positive")
-        require(self.wide_seeds >= 1 and self.arrive >= 0, "wide_seeds must be at least 1, and arrive not negative")
+        for p in (self.p, self.other_p): require(is_prime(p) and p >= 5, f"p and other_p must be primes of at least 5, not {p}")
+        require(all(0 < f < 1 for f in (self.fraction, *self.fractions, *self.other_fractions)), "fractions must lie between 0 and 1, so that pairs are left to test")
+        require(all(r > 0 for r in (*self.modular_ridges, *self.other_ridges)), "modular_ridges and other_ridges must be positive")
+        require(self.other_seeds >= 1 and self.arrive >= 0, "other_seeds must be at least 1, and arrive not negative")
 
 # %% ../../nbs/experiments/stable.ipynb #1e31a1db
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def by_protocol(rules: Rules, T: Table) -> dict[str, Any]: # a row like those of
 
 # %% ../../nbs/experiments/stable.ipynb #683d3717
 presets = dict(quick=Config(iters=25, d2=20, n2=200, p=17, fractions=(.9,), n_test=500, tasks=("parity2", "modular"), ridges=(1e-6, .1), modular_ridges=(1e-2,), seeds=1, max_n=200, stand_in=True),
-               cpu=Config(seeds=5, arrive=600, fractions=(.5, .6, .8, .9), wide_fractions=(.5, .7)),
-               paper=Config(d3=50, n3=5000, p=61, fraction=.5, fractions=(.6, .7, .8), wide_p=97, wide_fractions=(.5,), seeds=5, max_n=1100))
+               cpu=Config(seeds=5, arrive=600, fractions=(.5, .6, .8, .9), other_fractions=(.5, .7)),
+               paper=Config(d3=50, n3=5000, p=61, fraction=.5, fractions=(.6, .7, .8), other_p=31, other_fractions=(.7, .8, .9), other_seeds=5, seeds=5, max_n=1100))
 
 def tables(cfg: Config) -> list[str]:
     "Names of the tables, from small to large."
@@ -169,10 +169,10 @@ def tables(cfg: Config) -> list[str]:
 
 # %% ../../nbs/experiments/stable.ipynb #916ebc79
 def sums(cfg: Config) -> list[dict]:
-    "Modular addition with other parts of the pairs, and with the larger modulus; nothing twice."
-    own = [dict(p=cfg.p, fraction=f, ridge=r, seed=s) for s in range(cfg.seeds) for f in cfg.fractions if f != cfg.fraction for r in cfg.modular_ridges]
-    wide = [dict(p=cfg.wide_p, fraction=f, ridge=r, seed=s) for s in range(cfg.wide_seeds) for f in cfg.wide_fractions if cfg.wide_p != cfg.p for r in cfg.wide_ridges]
-    return own + wide if "modular" in cfg.tasks else []
+    "Modular addition with other parts of the pairs, and with the second modulus; nothing twice."
+    same = [dict(p=cfg.p, fraction=f, ridge=r, seed=s) for s in range(cfg.seeds) for f in cfg.fractions if f != cfg.fraction for r in cfg.modular_ridges]
+    other = [dict(p=cfg.other_p, fraction=f, ridge=r, seed=s) for s in range(cfg.other_seeds) for f in cfg.other_fractions if cfg.other_p != cfg.p for r in cfg.other_ridges]
+    return same + other if "modular" in cfg.tasks else []
 
 def units(cfg: Config) -> list[dict]:
     "Tasks by ridge and seed, other sums, addition mod p to its end at the two largest ridges, then tables."
@@ -267,7 +267,8 @@ def passed(g: pd.DataFrame, y: str = "gap") -> str: # of `gaps`
 def judge_accuracy(r: Result) -> Judgement | None:
     if not large_enough(r): return None
     g = gaps(r); bad, missed = g[g.gap < -.005], g[g.chosen_gap < -.005]
-    worst = lambda b, gap, y: "; ".join(f"{t} ({f:g} of the pairs mod {p:g}) at ridge {x:g}, seed {s:g}: {a:.3f} against {o:.3f}" for t, p, f, x, s, a, o in b.nsmallest(3, gap)[[*RUN, y, "other"]].itertuples(index=False))
+    part = lambda p, f: f" ({f:g} of the pairs mod {p:g})" if p else ""
+    worst = lambda b, gap, y: "; ".join(f"{t}{part(p, f)} at ridge {x:g}, seed {s:g}: {a:.3f} against {o:.3f}" for t, p, f, x, s, a, o in b.nsmallest(3, gap)[[*RUN, y, "other"]].itertuples(index=False))
     change = "" if len(missed) or not len(bad) else "the iterate is chosen by leave-one-out; the last one loses accuracy while the objective still falls"
     note = f"largest losses with leave-one-out: {worst(missed, 'chosen_gap', 'chosen')}" if len(missed) else worst(bad, "gap", "accuracy")
     return judge(not len(missed), f"last iterate: {passed(g)}; chosen by leave-one-out: {passed(g, 'chosen_gap')}", note=note, change=change)
