@@ -2,36 +2,34 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Asked first for torch where no NVIDIA GPU is found: the public package index has the CUDA build for Linux, 2.7 GB. Empty: not asked.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Another torch: a pip requirement with its options, or the line that pytorch.org gives for a GPU.
+TORCH ?=
+# Options for JupyterLab, as in: make lab ARGS="--no-browser --port 9000"
+ARGS ?=
 NEEDS := needed: Python >= 3.11 with venv, make, 3 GB of disk (on Debian: apt-get install make python3-venv)
-STAMP := $(VENV)/.installed
-# No stamp: an install was interrupted, so the environment is made anew.
-# The environment is up to date when the stamp holds the hash of these three files (and this folder: scripts in .venv carry its path).
-HASH = $$( { echo "$(CURDIR)"; cat settings.ini setup.py constraints.txt; } | cksum )
+export TORCH TORCH_INDEX
 
 .PHONY: help reproduce test lab docs bench outputs readme export clean setup needs check-clean check-export
 help:
 	@echo "make reproduce   run every experiment's quick preset, print the scorecard, write report/index.html"
 	@echo "make test        notebooks clean, export in sync, nbdev_test, pytest"
-	@echo "make lab         open the notebooks in JupyterLab"
+	@echo "make lab         open the notebooks in JupyterLab; ARGS=\"--no-browser\" passes options on"
 	@echo "make docs        build the site (wants Quarto)"
 	@echo "make bench       measure speed against peers and the machine's limit"
 	@echo "make export      write fact_nb/ from the notebooks and clean them"
 	@echo "make outputs     execute the notebooks and save their outputs"
 	@echo "make readme      write README.md from nbs/index.ipynb"
+	@echo "make setup       only the environment; TORCH=\"...\" takes the line that pytorch.org gives for your GPU"
 	@echo "make clean       remove the environment and everything that was built"
 
 needs:
-	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(NEEDS)"; exit 1; }
-	@[ -e $(STAMP) ] || [ "$$(df -Pk . | awk 'NR==2 {print $$4}')" -ge 3000000 ] || { echo "$(NEEDS)"; exit 1; }
+	@"$(PYTHON)" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(NEEDS)"; exit 1; }
 
-setup: needs
-	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(HASH)" ]; then \
-	  echo "setting up $(VENV) (once; some minutes)"; \
-	  { [ -e $(STAMP) ] && head -1 $(BIN)/pip 2>/dev/null | grep -qF "$(CURDIR)/"; } || $(PYTHON) -m venv --clear $(VENV) || exit 1; \
-	  rm -f $(STAMP); \
-	  PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '.[dev]' || exit 1; \
-	  echo "$(HASH)" > $(STAMP); \
-	fi
+# The environment's own Python sees in a moment whether there is anything to do.
+setup:
+	@"$(BIN)/python" tools/environment.py current 2>/dev/null || { $(MAKE) --no-print-directory needs && "$(PYTHON)" tools/environment.py; }
 
 reproduce: setup
 	@$(BIN)/fact run all
@@ -49,14 +47,14 @@ check-export: setup
 
 lab: setup
 	@$(BIN)/python -m ipykernel install --sys-prefix --name fact_nb --display-name "Python (fact_nb)" >/dev/null
-	@$(BIN)/jupyter lab nbs
+	@if [ "$$(id -u)" = 0 ]; then root=--allow-root; fi; $(BIN)/jupyter lab nbs $$root $(ARGS)
 
 docs:
 	@command -v quarto >/dev/null || { echo "the site needs Quarto, which is a program of its own: get it at https://quarto.org/docs/get-started/ and run 'make docs' again (nothing else here needs it)"; exit 1; }
 	@$(MAKE) --no-print-directory setup
 	@$(BIN)/nbdev_proc_nbs
 	@cd _proc && quarto render --no-cache
-	@rm -rf _docs && mv _proc/_docs _docs && echo "site: $(CURDIR)/_docs/index.html"
+	@rm -rf _docs && mv _proc/_docs _docs && echo "site: $$(pwd)/_docs/index.html"
 
 bench: setup
 	@OMP_NUM_THREADS=1 $(BIN)/fact bench
@@ -72,4 +70,4 @@ readme: setup
 
 clean:
 	@rm -rf $(VENV) _docs _proc build dist report *.egg-info .pytest_cache
-	@find nbs fact_nb tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+	@find nbs fact_nb tests tools \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

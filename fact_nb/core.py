@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['cosine', 'pearson', 'rel_err', 'psd_power', 'eigh', 'rel_asymmetry', 'sym_sqrt', 'sym', 'seeded', 'one_thread',
-           'device', 'dtype_for']
+           'device', 'dtype_for', 'check_number', 'unframed']
 
 # %% ../nbs/00_core.ipynb #6ca76675
+import math
 from contextlib import contextmanager
+from numbers import Integral, Real
 from typing import Iterator
 
 import numpy as np
@@ -124,7 +126,8 @@ def device(name: str = "auto") -> torch.device: # "auto", "cpu", "cuda", "cuda:1
     try: d = torch.device(name)
     except RuntimeError: raise ValueError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:N or mps") from None
     there = dict(cuda=torch.cuda.is_available, mps=torch.backends.mps.is_available).get(d.type, lambda: d.type == "cpu")
-    if not there(): raise ValueError(f"device {name!r} is not available on this machine: use --device cpu, or auto")
+    if not there():
+        raise ValueError(f"device {name!r} is not available on this machine: use cpu, or auto")
     return d
 
 # %% ../nbs/00_core.ipynb #479c6649
@@ -133,3 +136,37 @@ def dtype_for(dev: torch.device, # where the tensors live
              ) -> torch.dtype:
     "float64 when wanted and possible, else float32."
     return torch.float64 if wide and dev.type != "mps" else torch.float32
+
+# %% ../nbs/00_core.ipynb #59698277
+def check_number(value: object, # what was passed
+                 name: str, # how the message calls it
+                 low: float = -math.inf, # the smallest value that is allowed
+                 above: float = -math.inf, # it must be larger than this
+                 below: float = math.inf, # it must be smaller than this
+                 whole: bool = False, # only whole numbers
+                 advice: str = "", # what to do instead, added to the message
+                ) -> float: # the number
+    "The number itself, or one line that says which parameter is wrong and what it may be."
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    limits = {"≥": low, ">": above if above else -math.inf, "<": below}
+    range_ = " and ".join(f"{sign} {v:g}" for sign, v in limits.items() if math.isfinite(v))
+    endless = isinstance(number, Real) and not math.isfinite(number)
+    words = ["a", "positive" * (above == 0), "finite" * endless, "whole" * whole, "number", range_]
+    wanted = " ".join(w for w in words if w)
+    message = f"{name} must be {wanted}, not {value!r}" + (f": {advice}" if advice else "")
+    if isinstance(number, bool) or not isinstance(number, Real): raise TypeError(message)
+    if whole and not isinstance(number, Integral): raise ValueError(message)
+    if endless or not (low <= number < below and number > above): raise ValueError(message)
+    return number
+
+# %% ../nbs/00_core.ipynb #1b38212e
+def unframed(X: object, # a frame, a series, or anything else
+            ) -> object: # an array where it was a frame, else the same
+    "Frames and series as arrays, in the order of their rows; everything else as it is."
+    if hasattr(X, "to_numpy") and hasattr(X, "dtypes"):
+        types = X.dtypes if X.ndim == 2 else [X.dtypes]
+        numbers = all(getattr(t, "kind", "O") in "biuf" for t in types)
+        A = X.to_numpy()
+        X = X.to_numpy(dtype=float, na_value=math.nan) if numbers and A.dtype == object else A
+    locked = isinstance(X, np.ndarray) and not X.flags.writeable      # torch warns about these
+    return X.copy() if locked else X

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .core import check_number, unframed
+
 # %% ../nbs/10a_direct.ipynb #6219b806
 @dataclass
 class Solution:
@@ -33,16 +35,14 @@ class Solution:
 # %% ../nbs/10a_direct.ipynb #4605b6f5
 def check_system(Y, ridges, n: int, like: Tensor) -> tuple[Tensor, list[float], bool]: # Y as n × c, ridges, was Y a vector?
     "Targets as a finite n × c tensor and ridges as non-negative floats, or an error."
-    try: Y = torch.as_tensor(Y)
+    try: Y = torch.as_tensor(unframed(Y))
     except (TypeError, ValueError, RuntimeError): raise TypeError("Y must hold numbers only: encode class labels first") from None
     Y = Y.to(like) if not Y.is_complex() else Y
     if Y.is_complex(): raise TypeError("Y is complex: solvers here are real")
     if Y.ndim not in (1, 2) or Y.shape[0] != n: raise ValueError(f"Y has shape {tuple(Y.shape)}, needed is {n} rows (n or n × c)")
     if Y.numel() and not torch.isfinite(Y).all(): raise ValueError("Y contains nan or inf")
-    ridges = [float(r) for r in ridges]
-    if not ridges: raise ValueError("the list of ridges is empty")
-    for r in ridges:
-        if not (0 <= r < float("inf")): raise ValueError(f"ridge must be a finite number ≥ 0, not {r}")
+    ridges = [float(check_number(r, "ridge", low=0)) for r in ridges]
+    if not ridges: raise ValueError("the list of ridges is empty: pass at least one number ≥ 0")
     return (Y[:, None] if Y.ndim == 1 else Y), ridges, Y.ndim == 1
 
 # %% ../nbs/10a_direct.ipynb #72b53016
@@ -151,7 +151,9 @@ def _solve_one(A: Tensor, diag: Tensor, Y: Tensor, ridge: float, method: str) ->
     why = _factor(A, diag, ridge)
     if not why: return cho_solve(A, Y), "cholesky", ""
     if not torch.isfinite(A.triu()).all(): raise ValueError("K contains nan or inf")
-    if method == "cholesky": raise ValueError(f"K + ridge·I is {why}: raise the ridge, use float64, or method='auto' for the minimum-norm solution")
+    if method == "cholesky":
+        raise ValueError(f"K + ridge·I is {why}: raise the ridge, use float64, or choose 'auto' "
+                         "instead of 'cholesky' for the minimum-norm solution")
     if A.dtype == torch.float32 and A.device.type != "mps" and ridge > 0:
         B = A.double()
         if not _factor(B, diag.double(), ridge):

@@ -7,6 +7,8 @@ __all__ = ['NAMES', 'median_distance', 'make_kernel', 'RFMRegressor', 'as_probab
 
 # %% ../nbs/13_estimators.ipynb #b174cdb4
 import json
+import zipfile
+import zlib
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 
 from . import kernels
-from .core import device, dtype_for
+from .core import device, dtype_for, unframed
 from .kernels import Kernel
 from .rfm import RFM
 
@@ -71,11 +73,13 @@ class _Machine(BaseEstimator):
                  negative: str = "abs", # FACT: negative directions of FACT·M count by size, or "clip" them away
                  diagonal: bool = False, # one weight per input instead of a matrix
                  holdout: float | None = None, # choose the iterate on this share of the rows
-                 keep: str = "best", # or "loo": leave-one-out chooses the iterate and no row is held out; "last"
+                 keep: str = "best", # which iterate: "best" on held-out rows, "last", or "loo"
                  patience: int | None = None, # with holdout or "loo": stop after so many iterations without improvement
-                 solver: str = "auto", memory: int | None = None, # see fact_nb.solvers
+                 solver: str = "auto", # "auto", "direct", "cholesky", "eigh" or "iterative"
+                 memory: int | None = None, # bytes the fit may use; None: what is free
                  device: str = "auto", # "auto", "cpu", "cuda", "mps"
-                 random_state=None, verbose: int = 0): # seed of the held-out split; 1 shows a progress bar
+                 random_state=None, # seed of the held-out split
+                 verbose: int = 0): # 1 shows a progress bar
         self.kernel, self.bandwidth, self.update, self.geometric, self.power = kernel, bandwidth, update, geometric, power
         self.iters, self.ridge, self.normalize, self.negative, self.diagonal, self.holdout = iters, ridge, normalize, negative, diagonal, holdout
         self.keep, self.patience, self.solver, self.memory, self.device = keep, patience, solver, memory, device
@@ -92,7 +96,7 @@ def _fit_machine(est: "_Machine", X: np.ndarray, Y: np.ndarray, sample_weight, m
     if not w.sum() > 0: raise ValueError("sample_weight must not be all zero")
     est.mean_ = np.average(Y, axis=0, weights=w); Y = Y - est.mean_
     dev = device(est.device); dtype = torch.float32 if X.dtype == np.float32 else dtype_for(dev)
-    tensor = lambda A: torch.as_tensor(np.ascontiguousarray(A)).to(dev, dtype)
+    tensor = lambda A: torch.as_tensor(unframed(np.ascontiguousarray(A))).to(dev, dtype)
     constant = not np.abs(Y[w > 0]).max() > 1e-12 * (1 + np.abs(est.mean_).max())
     est.rfm_ = RFM(**_settings(est, make_kernel(est.kernel, est.bandwidth, X, w), constant), metric=partial(_wrong_labels, mean=tensor(est.mean_)) if metric == "error" else metric)
     est.rfm_.fit(tensor(X), tensor(Y), sample_weight=None if sample_weight is None else tensor(w))
@@ -159,7 +163,9 @@ def _unpack(est: "_Machine", z, meta: dict) -> "_Machine":
 # %% ../nbs/13_estimators.ipynb #2532eaaf
 class _Saved(_Machine):
     "Names, saving, loading."
-    def get_feature_names_out(self, input_features=None) -> np.ndarray: # d names
+    def get_feature_names_out(self,
+                              input_features=None, # names to return, if they are the right ones
+                             ) -> np.ndarray: # d names
         "The inputs' names, in the order of `feature_importances_` and of the rows of `M_`."
         check_is_fitted(self)
         names = getattr(self, "feature_names_in_", np.array([f"x{i}" for i in range(self.n_features_in_)], dtype=object))
@@ -169,22 +175,49 @@ class _Saved(_Machine):
         if hasattr(self, "feature_names_in_") and not np.array_equal(given, names): raise ValueError("input_features is not equal to feature_names_in_")
         return given
 
-    def save(self, path: str | Path) -> None:
+    def save(self,
+             path: str | Path, # of the .npz file; its folder is made if need be
+            ) -> None:
         "Write the fitted estimator to one .npz file, without pickle."
-        with open(path, "wb") as f: np.savez(f, **_pack(self))
+        arrays = _pack(self)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as f: np.savez(f, **arrays)
 
     @classmethod
-    def load(cls, path: str | Path) -> "_Machine":
+    def load(cls,
+             path: str | Path, # a file that `save` wrote
+             device: str | None = None, # where to compute instead of the device in the file
+            ) -> "_Machine":
         "An estimator from a file that `save` wrote."
-        with np.load(path, allow_pickle=False) as z:
-            meta = json.loads(z["meta"].tobytes())
-            if meta["kind"] != cls.__name__: raise ValueError(f"the file holds a {meta['kind']}: use {meta['kind']}.load")
-            return _unpack(cls(**meta["params"] | dict(kernel=_kernel_from(meta["params"]["kernel"]))), z, meta)
+        return _load(cls, path, device)
+
+# %% ../nbs/13_estimators.ipynb #43b93452
+def _load(cls: type, path: str | Path, where: str | None) -> "_Machine":
+    "The estimator in a file; any other file is refused."
+    try:
+        with open(path, "rb") as f: z = dict(np.load(f, allow_pickle=False))
+        meta = json.loads(z["meta"].tobytes())
+        kind, params = meta["kind"], meta["params"]
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+        raise _not_ours(cls, path, e) from None
+    if kind != cls.__name__: raise ValueError(f"the file holds a {kind}: use {kind}.load")
+    place = params["device"] if where is None else where
+    try: device(place)
+    except ValueError as e: raise ValueError(f"{e}: load(path, device='cpu')") from None
+    params |= dict(kernel=_kernel_from(params["kernel"]), device=place)
+    try: return _unpack(cls(**params), z, meta)
+    except (TypeError, KeyError, RuntimeError) as e: raise _not_ours(cls, path, e) from None
+
+def _not_ours(cls: type, path: str | Path, e: Exception) -> ValueError:
+    "The error for a file that `save` did not write."
+    return ValueError(f"{path} is not a file that {cls.__name__}.save wrote ({type(e).__name__}): "
+                      "fit the estimator and save it again (pickles are never read)")
 
 # %% ../nbs/13_estimators.ipynb #4b8754c0
 class RFMRegressor(RegressorMixin, _Saved):
     "Kernel regression that learns its features; one or several outputs."
-    def fit(self, X, # n × d: array, DataFrame, tensor
+    def fit(self,
+            X, # n × d: array, DataFrame, tensor
             y, # n, or n × c
             sample_weight=None, # n: how often each row counts
            ) -> "RFMRegressor":
@@ -194,7 +227,9 @@ class RFMRegressor(RegressorMixin, _Saved):
         _fit_machine(self, X, y.reshape(len(y), -1).astype(np.float64), sample_weight, "mse")
         return self
 
-    def predict(self, X) -> np.ndarray: # m, or m × c
+    def predict(self,
+                X, # m × d: array, DataFrame, tensor
+               ) -> np.ndarray: # m, or m × c
         "Predicted numbers."
         F = _scores(self, X)
         return F[:, 0] if self.flat_ else F
@@ -223,7 +258,8 @@ def _plain(y):
 # %% ../nbs/13_estimators.ipynb #8d89e18c
 class RFMClassifier(ClassifierMixin, _Saved):
     "A classifier that learns its features: kernel regression of one-hot labels."
-    def fit(self, X, # n × d: array, DataFrame, tensor
+    def fit(self,
+            X, # n × d: array, DataFrame, tensor
             y, # n labels of any kind that can be compared
             sample_weight=None, # n: how often each row counts
            ) -> "RFMClassifier":
@@ -234,16 +270,22 @@ class RFMClassifier(ClassifierMixin, _Saved):
         _fit_machine(self, X, np.eye(len(self.classes_))[k], sample_weight, "error")
         return self
 
-    def decision_function(self, X) -> np.ndarray: # m for two classes, else m × c
+    def decision_function(self,
+                          X, # m × d: array, DataFrame, tensor
+                         ) -> np.ndarray: # m for two classes, else m × c
         "Scores; for two classes the second's minus the first's."
         S = _scores(self, X)
         return S[:, 1] - S[:, 0] if S.shape[1] == 2 else S
 
-    def predict(self, X) -> np.ndarray: # m labels
+    def predict(self,
+                X, # m × d: array, DataFrame, tensor
+               ) -> np.ndarray: # m labels
         "The label with the largest score."
         S = _scores(self, X)
         return self.classes_[S.argmax(1)]
 
-    def predict_proba(self, X) -> np.ndarray: # m × c
+    def predict_proba(self,
+                      X, # m × d: array, DataFrame, tensor
+                     ) -> np.ndarray: # m × c
         "Scores as probabilities, columns in the order of `classes_`."
         return as_probability(_scores(self, X))

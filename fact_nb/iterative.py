@@ -181,7 +181,7 @@ def _reached(res: Tensor, tol: float, info: dict) -> None:
     "Warn about systems that stopped short of the tolerance."
     bad = int((res > tol).sum())
     if bad: warnings.warn(f"{bad} of {len(res)} systems did not reach the residual {tol:g} (worst {float(res.max()):.2g} after {info['iterations']} products): "
-                          "the best iterate is returned. Raise rank or max_iter, or the ridge", RuntimeWarning, stacklevel=3)
+                          "the best iterate is returned. Raise the ridge, or in `solve_iterative` rank or max_iter", RuntimeWarning, stacklevel=3)
 
 # %% ../nbs/10b_iterative.ipynb #f7545685
 def solve_iterative(kernel: Kernel, X, Y, # kernel, n × d points, n or n × c targets

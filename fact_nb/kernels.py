@@ -14,7 +14,7 @@ from typing import Callable, ClassVar, Iterator
 import torch
 from torch import Tensor
 
-from .core import rel_asymmetry
+from .core import check_number, rel_asymmetry, unframed
 
 # %% ../nbs/10_kernels.ipynb #b3d8ed89
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class LowRank:
         return self.W.T @ self.W
 
 # %% ../nbs/10_kernels.ipynb #8bd2d48f
-def as_points(X, # n × d: tensor, array or nested list
+def as_points(X, # n × d: tensor, array, DataFrame or nested list
               name: str = "X", # how the message calls it
               like: Tensor | None = None, # take dtype and device from here
              ) -> Tensor: # n × d, floating point
     "A finite n × d floating-point tensor, or an error that says what is wrong."
-    try: X = torch.as_tensor(X)
+    try: X = torch.as_tensor(unframed(X))
     except (TypeError, ValueError, RuntimeError): raise TypeError(f"{name} must hold numbers only: encode strings, None and mixed columns first") from None
     if X.is_complex(): raise TypeError(f"{name} is complex: kernels here are real")
     X = X.to(like) if like is not None else X if X.is_floating_point() else X.to(torch.get_default_dtype())
@@ -44,6 +44,7 @@ def as_points(X, # n × d: tensor, array or nested list
 # %% ../nbs/10_kernels.ipynb #2e1bf69c
 def metric(M, # None, d vector, d × d matrix or LowRank(W)
            X: Tensor, # n × d, gives d, dtype and device
+           trusted: bool = False, # M was checked before: its eigenvalues are not looked at again
           ): # the same form, checked
     "Check a metric against the points it shall compare."
     if M is None: return None
@@ -52,8 +53,22 @@ def metric(M, # None, d vector, d × d matrix or LowRank(W)
     ok = A.ndim == 2 and A.shape[1] == X.shape[1] if low else tuple(A.shape) in ((X.shape[1],), (X.shape[1],) * 2)
     if not ok: raise ValueError(f"the metric has shape {tuple(A.shape)}, points have {X.shape[1]} features: give d × d, a d vector or LowRank(k × d)")
     if not torch.isfinite(A).all(): raise ValueError("the metric M contains nan or inf")
-    if not low and A.ndim == 2 and rel_asymmetry(A.detach()) > 1e-3: raise ValueError("the metric M is not symmetric: pass (M + M.T)/2 if that is meant")
-    return LowRank(A) if low else A
+    if low: return LowRank(A)
+    if A.ndim == 2 and rel_asymmetry(A.detach()) > 1e-3: raise ValueError("the metric M is not symmetric: pass (M + M.T)/2 if that is meant")
+    if not trusted and not _definite(A):
+        raise ValueError("the metric M has negative eigenvalues, so that K would not be a kernel: pass "
+                         "psd_power(M, 1., negative='clip') of fact_nb.core, or M.clamp(min=0) for a vector")
+    return A
+
+# %% ../nbs/10_kernels.ipynb #99773f6a
+def _definite(A: Tensor) -> bool:
+    "Is this symmetric matrix, or the diagonal of one, positive semi-definite up to rounding?"
+    A = A.detach().cpu().double()
+    slack = 1e-4 * A.abs().max()
+    if A.ndim == 1: return bool((A >= -slack).all())
+    if slack == 0: return True
+    shifted = (A + A.T) / 2 + slack * torch.eye(len(A), dtype=A.dtype)
+    return not torch.linalg.cholesky_ex(shifted).info
 
 # %% ../nbs/10_kernels.ipynb #8027069d
 def transform(X: Tensor, # n × d
@@ -92,12 +107,13 @@ class Pairs:
 # %% ../nbs/10_kernels.ipynb #3342b549
 def pairs(X, Z, M, # points n × d, points m × d or None for X itself, metric
           radial: bool, # squared distances, else inner products
+          trusted: bool = False, # as in `metric`
          ) -> Pairs:
     "Check the input and bring both sides into the form whose product is t."
     X = as_points(X); same = Z is None or Z is X
     Z = X if same else as_points(Z, "Z", like=X)
     if X.shape[1] != Z.shape[1]: raise ValueError(f"X has {X.shape[1]} features, Z has {Z.shape[1]}")
-    M = metric(M, X)
+    M = metric(M, X, trusted)
     if not radial: return Pairs(*feature_map(X, Z, M), None, same)
     c = X.mean(0)
     X, Z = X - c, None if same else Z - c
@@ -117,33 +133,65 @@ def _with_norms(A: Tensor, B: Tensor, s: Tensor, u: Tensor | None, same: bool) -
     floor = 8 * torch.finfo(A.dtype).eps * float(s.detach().median() + u.detach().median())
     return Pairs(torch.cat([A, s, torch.ones_like(s)], 1), torch.cat([-2 * B, torch.ones_like(u), u], 1), floor, same)
 
-# %% ../nbs/10_kernels.ipynb #07ac5152
-class Kernel:
-    "A kernel K(x,z) = k(t). Subclasses write k(t) and dk(t); radial ones get t = (x−z)ᵀM(x−z), others t = xᵀMz."
+# %% ../nbs/10_kernels.ipynb #2f5ce6d0
+class _Profile:
+    "k and its derivative as functions of t, plain and in place."
     radial: ClassVar[bool] = True
-    bandwidth: float | None = None
 
-    def k(self, t: Tensor) -> Tensor: raise NotImplementedError(f"{type(self).__name__} must define k(t)")
-    def dk(self, t: Tensor) -> Tensor: raise NotImplementedError(f"{type(self).__name__} must define dk(t), the derivative of k")
+    def k(self,
+          t: Tensor, # squared distances, or inner products
+         ) -> Tensor: # K, like t
+        "The kernel as a function of t."
+        raise NotImplementedError(f"{type(self).__name__} must define k(t)")
 
-    def k_(self, t: Tensor) -> Tensor:
+    def dk(self,
+           t: Tensor, # squared distances, or inner products
+          ) -> Tensor: # dk/dt, like t
+        "The derivative of k."
+        raise NotImplementedError(f"{type(self).__name__} must define dk(t), the derivative of k")
+
+    def k_(self,
+           t: Tensor, # squared distances, or inner products; may be overwritten
+          ) -> Tensor: # K, like t
         "Like k; may overwrite t."
         return self.k(t)
 
-    def kc_(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def kc_(self,
+            t: Tensor, # squared distances, or inner products; may be overwritten
+           ) -> tuple[Tensor, Tensor]: # K and C, like t
         "k and the coefficient C; may overwrite t."
         if not self.radial: return self.k(t), self.dk(t)
         return self.k(t), (2 * self.dk(t)).masked_fill_(t == 0, 0)
 
-    def with_bandwidth(self, bandwidth: float) -> "Kernel": # the same kernel with another bandwidth
-        if self.bandwidth is None and "bandwidth" not in getattr(self, "__dataclass_fields__", {}): raise ValueError(f"{type(self).__name__} has no bandwidth")
+# %% ../nbs/10_kernels.ipynb #07ac5152
+class Kernel(_Profile):
+    "A kernel K(x,z) = k(t). Subclasses write k(t) and dk(t); radial ones get t = (x−z)ᵀM(x−z), others t = xᵀMz."
+    bandwidth: float | None = None
+
+    def with_bandwidth(self,
+                       bandwidth: float, # L
+                      ) -> "Kernel":
+        "The same kernel with another bandwidth."
+        if self.bandwidth is None and "bandwidth" not in getattr(self, "__dataclass_fields__", {}):
+            raise ValueError(f"{type(self).__name__} has no bandwidth: leave it out, or None")
         return replace(self, bandwidth=bandwidth)
 
-    def __call__(self, X, Z=None, M=None, out: Tensor | None = None, mirror: bool = True) -> Tensor: # n × m
-        "The kernel matrix K(X, Z); into `out` if given; `mirror=False` leaves the lower triangle of K(X, X) unwritten."
+    def __call__(self,
+                 X, # n × d points: tensor, array, DataFrame
+                 Z=None, # m × d points; X itself by default
+                 M=None, # metric: None for the identity, d vector, d × d p.s.d. matrix, LowRank(W)
+                 out: Tensor | None = None, # n × m, written to instead of a new matrix
+                 mirror: bool = True, # False: the lower triangle of K(X, X) is left unwritten
+                ) -> Tensor: # n × m
+        "The kernel matrix K(X, Z)."
         return evaluate(self, pairs(X, Z, M, self.radial), out, mirror=mirror)
 
-    def value_and_coef(self, X, Z=None, M=None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]: # K and C, n × m
+    def value_and_coef(self,
+                       X, # n × d points: tensor, array, DataFrame
+                       Z=None, # m × d points; X itself by default
+                       M=None, # metric, as in the call
+                       out: tuple[Tensor, Tensor] | None = None, # two n × m matrices, written to
+                      ) -> tuple[Tensor, Tensor]: # K and C, n × m
         "K and C with ∇ₓK = C·M(x−z) (radial) or C·Mz (inner product), from one set of distances."
         return evaluate(self, pairs(X, Z, M, self.radial), *(out or (None, None)), coef=True)
 
@@ -205,8 +253,8 @@ def _positive(kernel, *names: str) -> None:
     for f in names:
         v = getattr(kernel, f)
         if v is None: continue
-        if not 0 < float(v) < float("inf"): raise ValueError(f"{type(kernel).__name__}: {f} must be a positive number, not {v}")
-        object.__setattr__(kernel, f, float(v))
+        number = check_number(v, f"{f} of {type(kernel).__name__}", above=0)
+        object.__setattr__(kernel, f, float(number))
 
 def _length(kernel) -> float:
     "The bandwidth, or an error when it was never chosen."
@@ -271,12 +319,12 @@ class Quadratic(Kernel):
 @dataclass(frozen=True)
 class Polynomial(Kernel):
     "(xᵀMz + offset)^degree"
-    degree: int = 2
-    offset: float = 0.
+    degree: int = 2 # a whole number ≥ 1
+    offset: float = 0. # ≥ 0
     radial: ClassVar[bool] = False
     def __post_init__(self):
-        if int(self.degree) != self.degree or self.degree < 1: raise ValueError(f"degree must be a whole number ≥ 1, not {self.degree}")
-        if not self.offset >= 0: raise ValueError(f"offset must be ≥ 0, not {self.offset}: the kernel would not be positive definite")
+        check_number(self.degree, "degree", low=1, whole=True)
+        check_number(self.offset, "offset", low=0, advice="the kernel would not be positive definite")
     def k(self, t): return (t + self.offset)**int(self.degree)
     def dk(self, t): return self.degree * (t + self.offset)**(int(self.degree) - 1)
     def k_(self, t): return t.add_(self.offset).pow_(int(self.degree))
@@ -285,12 +333,17 @@ class Polynomial(Kernel):
 @dataclass(frozen=True)
 class Exponential(Kernel):
     "exp(xᵀMz / scale)"
-    scale: float = 1.
+    scale: float = 1. # what xᵀMz is divided by
     radial: ClassVar[bool] = False
     def __post_init__(self): _positive(self, "scale")
     @property
     def bandwidth(self) -> float: return self.scale
-    def with_bandwidth(self, bandwidth: float) -> "Exponential": return Exponential(bandwidth)
+    def with_bandwidth(self,
+                       bandwidth: float, # the new scale
+                      ) -> "Exponential":
+        "The same kernel with another scale."
+        return Exponential(bandwidth)
+
     def k(self, t): return (t / self.scale).exp()
     def dk(self, t): return self.k(t) / self.scale
     def k_(self, t): return t.mul_(1 / self.scale).exp_()

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from . import features
-from .core import cosine, pearson, rel_err
+from .core import check_number, cosine, pearson, rel_err
 
 # %% ../nbs/02c_layers.ipynb #667cde21
 RIGHT = ("nfm", "fact", "agop", "enfa") # d × d: the input side of the layer
@@ -138,29 +138,50 @@ class Report:
     def __repr__(self) -> str:
         return f"Report({len(self.entries)} layers, n = {self.n}, loss = {self.loss:.4g}, skipped: {list(self.skipped) or 'none'})"
 
-    def table(self, similarity: str = "pearson", **kw) -> pd.DataFrame:
-        "One row per layer: see `table`."
-        return table(self, similarity, **kw)
+    def table(self,
+              similarity: str = "pearson", # "pearson" or "cosine"
+              wide: bool = False, # every form and both sides, not only what fits a terminal
+              symmetrise: bool = True, # also the forms that need a decomposition of every matrix
+              power: float = .5, # exponent of AGOP
+             ) -> pd.DataFrame: # one row per layer
+        "Similarity of every quantity with WᵀW, layer by layer."
+        return table(self, similarity, wide, symmetrise, power)
 
-    def plot(self, similarity: str = "pearson", **kw) -> Axes:
+    def plot(self,
+             similarity: str = "pearson", # "pearson" or "cosine"
+             backward: bool = False, # the output side, WWᵀ
+             ax: Axes | None = None, # where to draw; a new figure by default
+            ) -> Axes:
         "Similarity to WᵀW by depth: see `plot`."
-        return plot(self, similarity, **kw)
+        return plot(self, similarity, backward, ax)
 
 # %% ../nbs/02c_layers.ipynb #f8ce0018
 def table(rep: Report, # what was measured
           similarity: str = "pearson", # or "cosine"
-          symmetrise: bool = True, # also FACTᵀ, √(FACT·FACTᵀ) and AGOP's power, which need a decomposition of every matrix
+          wide: bool = False, # every form and both sides, not only what fits a terminal
+          symmetrise: bool = True, # also FACTᵀ, √(FACT·FACTᵀ) and AGOP's power: decompositions
           power: float = .5, # exponent of AGOP
          ) -> pd.DataFrame: # one row per layer, one column per quantity and form
     "Similarity of every quantity with WᵀW (or WWᵀ), layer by layer."
     if similarity not in SIMILARITY: raise ValueError(f'similarity must be "pearson" or "cosine", not {similarity!r}')
+    check_number(power, "power", above=0)
     kw, rows = dict(similarity=similarity, symmetrise=symmetrise, power=power), {}
     for name, layer in rep.entries.items():
         rows[name] = _row(layer, **kw)
         if layer.shared: rows |= {f"{name} as {k}": _row(u, **kw) for k, u in layer.uses.items()}
     frame = pd.DataFrame.from_dict(rows, orient="index")
     frame.index.name = "layer"
-    return frame[sorted(frame.columns, key=_place)]
+    return frame[sorted(frame.columns, key=_place)] if wide else _narrow(frame)
+
+# %% ../nbs/02c_layers.ipynb #8ae549c5
+def _narrow(frame: pd.DataFrame) -> pd.DataFrame:
+    "FACT, its relative error, AGOP, eNFA, the residual: of the input side if it was measured."
+    for b in ("", "b"):
+        agop = next((c for c in frame if c.startswith(f"{b}AGOP^")), f"{b}AGOP")
+        columns = (f"{b}FACT", f"r({b}FACT)", agop, f"{b}eNFA", "residual")
+        there = [c for c in columns if c in frame]
+        if set(there) - {"residual"}: return frame[there]
+    return frame
 
 # %% ../nbs/02c_layers.ipynb #7c6c0660
 def _place(column: str) -> int:
@@ -180,7 +201,7 @@ def plot(rep: Report, # what was measured
     import matplotlib.pyplot as plt
     import seaborn as sns
     names = [c for c in (LABELS[q] for q in (LEFT if backward else RIGHT)[1:])]
-    frame = table(rep, similarity, symmetrise=False).reindex(columns=names).dropna(axis=1, how="all")
+    frame = table(rep, similarity, wide=True, symmetrise=False).reindex(columns=names).dropna(axis=1, how="all")
     long = frame.reset_index().melt("layer", var_name="quantity", value_name=similarity)
     ax = ax or plt.subplots(figsize=(6, 3.5))[1]
     sns.lineplot(long, x="layer", y=similarity, hue="quantity", style="quantity", markers=True, dashes=False, palette="colorblind", ax=ax)

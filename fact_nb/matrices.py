@@ -6,7 +6,6 @@
 __all__ = ['KNOWN', 'Matrix', 'weight_matrices', 'tie_groups', 'decay_of']
 
 # %% ../nbs/02a_matrices.ipynb #1da579f9
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+
+from .core import check_number
 
 # %% ../nbs/02a_matrices.ipynb #6e21fa8c
 @dataclass(frozen=True, eq=False)
@@ -101,10 +102,8 @@ def tie_groups(matrices: list[Matrix]) -> dict[str, list[Matrix]]: # entry name 
 # %% ../nbs/02a_matrices.ipynb #ad478820
 def _number(lam: object, where: str) -> float:
     "A weight decay as a float, checked."
-    try: lam = float(lam)
-    except (TypeError, ValueError): raise TypeError(f"weight_decay{where} must be a number, not {type(lam).__name__}") from None
-    if not (math.isfinite(lam) and lam >= 0): raise ValueError(f"weight_decay{where} must be zero or positive and finite, not {lam}")
-    return lam
+    advice = "pass the λ of training, such as 1e-4, a mapping layer → λ, or the optimizer"
+    return float(check_number(lam, f"weight_decay{where}", low=0, advice=advice))
 
 # %% ../nbs/02a_matrices.ipynb #a805ca0b
 def _by_mapping(decay: Mapping, matrices: list[Matrix]) -> dict[str, float]:
@@ -119,6 +118,10 @@ def _by_mapping(decay: Mapping, matrices: list[Matrix]) -> dict[str, float]:
 def _by_optimizer(opt: torch.optim.Optimizer, matrices: list[Matrix]) -> dict[str, float]:
     "Weight decay of each matrix's parameter group."
     lam = {id(p): (g.get("weight_decay", 0.), g) for g in opt.param_groups for p in g["params"]}
+    trained = [x for x in matrices if x.param.requires_grad]
+    if trained and not any(id(x.param) in lam for x in matrices):
+        raise ValueError("weight_decay is an optimizer that holds no weight matrix of this model: pass "
+                         "the one made from model.parameters(), or the weight decay as a number")
     decoupled = any(g.get("decoupled_weight_decay") for _, g in lam.values())
     if decoupled or type(opt).__name__ in ("AdamW", "Adafactor", "Lion", "Muon"):
         warnings.warn(f"{type(opt).__name__} does not settle where the gradient is −λW: its preconditioner scales the gradient "

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .capture import Part
+from .core import check_number
 from .features import mirror_, pull_back
 from .layers import LEFT, QUANTITIES, RIGHT, Layer, Report, Use
 from .matrices import Matrix, decay_of, tie_groups, weight_matrices
@@ -100,6 +101,8 @@ def _report(run: Run, skipped: dict[str, str], settings: dict) -> Report:
 def _wanted(quantities: Iterable[str] | None) -> frozenset[str]:
     "The quantities asked for, all by default."
     if isinstance(quantities, str): quantities = [quantities]
+    if not isinstance(quantities, Iterable | None):
+        raise TypeError(f"quantities must be a list of names, not {quantities!r}: choose from {list(QUANTITIES)}")
     want = frozenset(QUANTITIES if quantities is None else quantities)
     if not want: raise ValueError(f"quantities is empty: choose from {list(QUANTITIES)}")
     if wrong := sorted(want - set(QUANTITIES)): raise ValueError(f"unknown quantities {wrong}: choose from {list(QUANTITIES)}")
@@ -114,13 +117,27 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
     return model
 
+# %% ../nbs/03_measure.ipynb #f3d1a3e7
+_CHOICES = dict(mode=("eval", "train", "keep"), agop=("exact", "sketch"), embedding=("left", "both"))
+
+def _check_options(options: dict) -> None:
+    "Raise on an option that cannot be meant."
+    for key, allowed in _CHOICES.items():
+        if options[key] not in allowed:
+            raise ValueError(f"{key} must be one of {', '.join(allowed)}, not {options[key]!r}")
+    for key in ("probes", "masks", "max_dim"): check_number(options[key], key, low=1, whole=True)
+    check_number(options["seed"], "seed", whole=True)
+    for key in ("forward", "weight"):
+        if options[key] is not None and not callable(options[key]):
+            raise TypeError(f"{key} must be a function or None, not {options[key]!r}")
+    if not isinstance(options["accumulate"], torch.dtype | None):
+        raise TypeError("accumulate must be a torch.dtype such as torch.float64, "
+                        f"not {options['accumulate']!r}")
+
 # %% ../nbs/03_measure.ipynb #c8d25e2c
 def _prepared(model: nn.Module, loss_fn: Callable, decay: object, want: frozenset[str], explicit: bool, options: dict) -> tuple[Run, dict[str, str]]:
     "A run that has not started, after all checks that need no data; and what is skipped already."
-    for key, allowed in dict(mode=("eval", "train", "keep"), agop=("exact", "sketch"), embedding=("left", "both")).items():
-        if options[key] not in allowed: raise ValueError(f"{key} must be one of {', '.join(allowed)}, not {options[key]!r}")
-    for key in ("probes", "masks", "max_dim"):
-        if options[key] < 1: raise ValueError(f"{key} must be at least 1, not {options[key]}")
+    _check_options(options)
     if getattr(loss_fn, "reduction", "mean") != "mean": raise ValueError(f"loss_fn has reduction={loss_fn.reduction!r}: FACT needs the mean over the batch, reduction='mean'")
     matrices, skipped = weight_matrices(model)
     if not matrices: raise ValueError(f"the model has no weight matrix to measure{': ' + str(skipped) if skipped else ''}")
@@ -148,6 +165,9 @@ def _measured(run: Run, loader: Iterable) -> Run:
         if several: share(run, error)
     bad = next((k for k, S in run.sums.items() if not torch.isfinite(S).all()), None)
     if bad: raise ValueError(f"the gradients of layer {bad.split('|')[1]!r} contain nan or inf although the loss is finite")
+    if run.total["n"] and not run.total["N"]:
+        raise ValueError("weight= returned 0 on every batch, so that nothing counts: "
+                         "return what loss_fn averaged over, or leave weight= out")
     if not run.total["n"]: raise ValueError("the loader yielded no samples: nothing to measure (a generator that was used up?)")
     return run
 
@@ -168,7 +188,7 @@ def measure(model: nn.Module, # any model; left exactly as it was
             accumulate: torch.dtype | None = None, # precision of the sums; the model's own by default
             distributed: bool = True, # combine all processes when torch.distributed is initialised
             seed: int = 0, # of dropout masks and probes; your random state is not touched
-           ) -> Report:
+           ) -> Report: # one entry per weight matrix: rep["0"].fact, rep.table(), rep.plot()
     "Measure FACT, AGOP and eNFA, forward and backward, of every weight matrix of a model."
     options = dict(mode=mode, agop=agop, probes=probes, masks=masks, forward=forward, weight=weight, max_dim=max_dim, embedding=embedding,
                    accumulate=accumulate, distributed=distributed, seed=seed)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['step_direction', 'flow_rate', 'add_sym_', 'Track', 'new_track', 'look', 'add_step', 'Motion', 'check_options',
-           'followed', 'sides', 'check_sgd', 'groups_of', 'follow', 'gather', 'before_step', 'look_now', 'applied',
-           'after_step', 'table', 'names', 'state', 'restore']
+           'followed', 'sides', 'check_sgd', 'check_holds', 'groups_of', 'follow', 'gather', 'before_step', 'look_now',
+           'applied', 'after_step', 'table', 'names', 'state', 'restore']
 
 # %% ../nbs/08_motion.ipynb #5d5b3622
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -158,9 +158,16 @@ def check_sgd(m: Motion, optimizer: torch.optim.Optimizer) -> None:
     "Raise unless the optimizer is SGD and holds every matrix that is followed."
     if not isinstance(optimizer, torch.optim.SGD):
         raise TypeError(f"the optimizer must be torch.optim.SGD, not {type(optimizer).__name__}: a preconditioned step does not follow the gradient flow")
-    groups = groups_of(optimizer)
-    if missing := [k for k, x in m.matrices.items() if id(x.param) not in groups]: raise ValueError(f"the optimizer does not hold the weight of layer {missing[0]!r}")
+    check_holds(optimizer, m.matrices)
     if any(g["momentum"] >= 1 for g in optimizer.param_groups): raise ValueError("momentum must be below 1")
+
+def check_holds(optimizer: torch.optim.Optimizer, matrices: Mapping[str, Matrix]) -> None:
+    "Raise unless the optimizer holds these weight matrices."
+    groups = groups_of(optimizer)
+    for name, x in matrices.items():
+        if id(x.param) in groups: continue
+        raise ValueError(f"the optimizer does not hold the weight of layer {name!r}: make it from "
+                         "model.parameters() of the same model, or name in layers= those it holds")
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     "The settings of each parameter, by its id."

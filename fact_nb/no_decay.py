@@ -21,7 +21,7 @@ from .core import pearson, rel_err
 from .critical import Critical, _split, critical_point
 from .features import bfact, bnfm, fact, nfm
 from .matrices import Matrix, weight_matrices
-from .motion import followed, groups_of
+from .motion import check_holds, followed, groups_of
 
 # %% ../nbs/09_no_decay.ipynb #a4bc585b
 def _parameters(model: nn.Module, decayed: Collection[str] | None) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def hang_on(m: MeanStep, optimizer: torch.optim.Optimizer) -> MeanStep:
     if not (isinstance(optimizer, torch.optim.AdamW) or all(g.get("decoupled_weight_decay") for g in optimizer.param_groups)):
         raise TypeError(f"{type(optimizer).__name__} has no decoupled weight decay: use AdamW; for SGD and Adam plain FACT is the relation")
     groups = groups_of(optimizer)
-    if missing := [k for k, x in m.matrices.items() if id(x.param) not in groups]: raise ValueError(f"the optimizer does not hold the weight of layer {missing[0]!r}")
+    check_holds(optimizer, m.matrices)
     if still := [k for k, x in m.matrices.items() if not groups[id(x.param)]["weight_decay"] > 0]: raise ValueError(f"layer {still[0]!r} has no weight decay: the mean step is divided by it")
     for h in m.hooks: h.remove()
     m.hooks = [optimizer.register_step_pre_hook(lambda o, a, kw: add_weights(m, o)), optimizer.register_step_post_hook(lambda o, a, kw: close_window(m))]

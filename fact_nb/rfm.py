@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .core import psd_power, sym_sqrt
-from .kernels import Kernel, Laplace, Pairs, as_points, evaluate, median_bandwidth, pairs
+from .core import check_number, psd_power, sym_sqrt, unframed
+from .kernels import Kernel, Laplace, Pairs, as_points, evaluate, median_bandwidth, metric, pairs
 from .solvers import METHODS, available_memory, choose, direct_bytes, solve, solve_kernel
 from .stable import begin, defect, descend, objective
 
@@ -107,7 +107,9 @@ def _near(P: Pairs) -> Pairs:
 # %% ../nbs/12_rfm.ipynb #40177ffa
 def _coefs(kernel: Kernel, X: Tensor, M) -> Callable[[int, int], Tensor]:
     "Makes C[i:e, i:] when asked."
-    return lambda i, e: evaluate(kernel, _near(pairs(X[i:e], X[i:], M, kernel.radial)), coef=True)[1]
+    M = metric(M, X)                                    # looked at once, not for every strip
+    some = lambda i, e: _near(pairs(X[i:e], X[i:], M, kernel.radial, trusted=True))
+    return lambda i, e: evaluate(kernel, some(i, e), coef=True)[1]
 
 def _full(M, X: Tensor) -> Tensor:
     "M as a d × d matrix."
@@ -174,7 +176,7 @@ def effective_rank(M: Tensor) -> float: # between 1 and d
 class Settings:
     "The choices of a Recursive Feature Machine."
     kernel: Kernel = Laplace(None) # without a bandwidth: the median distance between training points
-    update: str = "fact" # or "nfa", or "stable": steps that lower the objective, see `fact_nb.stable`
+    update: str = "fact" # "fact", "nfa", or "stable": steps that lower the objective
     geometric: bool | str = True # FACT: average with the last M; False for plain; "simple" for inner-product kernels
     power: float = .5 # NFA: the exponent s of AGOP
     iters: int = 5 # updates of M; the kernel machine is fitted iters + 1 times
@@ -194,20 +196,26 @@ class Settings:
     progress: bool | None = None # progress bar; None: when a terminal is there
 
 # %% ../nbs/12_rfm.ipynb #965b023c
+_CHOICES = dict(update=("fact", "nfa", "stable"), geometric=(True, False, "simple"),
+                normalize=("trace", "max", None), negative=("abs", "clip"), diagonal=(False, True),
+                keep=("best", "last", "loo"), solver=METHODS)
+_NUMBERS = dict(iters=dict(low=0, whole=True), power=dict(above=0), tol=dict(low=0), settle=dict(low=0),
+                ridge=dict(low=0, advice="it is nλ, the number added to the diagonal, such as 1e-3"),
+                seed=dict(whole=True))
+_OPTIONAL = dict(holdout=dict(above=0, below=1, advice="it is a share of the rows, such as .2"),
+                 memory=dict(above=0, advice="give bytes, such as memory=4e9 for 4 GB"),
+                 patience=dict(low=1, whole=True))
+
 def check(s: Settings) -> None:
     "Raise on a choice that cannot be meant."
-    one_of = dict(update=("fact", "nfa", "stable"), geometric=(True, False, "simple"), normalize=("trace", "max", None), negative=("abs", "clip"), keep=("best", "last", "loo"), solver=METHODS)
-    for name, good in one_of.items():
+    for name, good in _CHOICES.items():
         if getattr(s, name) not in good: raise ValueError(f"{name} must be one of {good}, not {getattr(s, name)!r}")
+    for name, kind in (_NUMBERS | _OPTIONAL).items():
+        value = getattr(s, name)
+        if not (value is None and name in _OPTIONAL): check_number(value, name, **kind)
     if not isinstance(s.kernel, Kernel): raise TypeError(f"kernel must be a fact_nb.kernels.Kernel such as Gaussian(bandwidth=5.), not {s.kernel!r}")
     if s.geometric == "simple" and s.kernel.radial: raise ValueError('geometric="simple" is for inner-product kernels; use geometric=True')
-    if not (isinstance(s.iters, int) and s.iters >= 0): raise ValueError(f"iters must be a whole number ≥ 0, not {s.iters!r}")
-    if not 0 <= s.ridge < float("inf"): raise ValueError(f"ridge must be a number ≥ 0, not {s.ridge!r}")
-    if not 0 < s.power < float("inf"): raise ValueError(f"power must be a number > 0, not {s.power!r}")
-    if s.holdout is not None and not 0 < s.holdout < 1: raise ValueError(f"holdout must lie between 0 and 1, not {s.holdout!r}")
-    if s.patience is not None and s.patience < 1: raise ValueError(f"patience must be at least 1, not {s.patience!r}")
     if not (callable(s.metric) or s.metric in ("mse", "error")): raise ValueError(f'metric must be "mse", "error" or a function, not {s.metric!r}')
-    if not 0 <= s.settle < float("inf"): raise ValueError(f"settle must be a number ≥ 0, not {s.settle!r}")
     if s.update == "stable" and s.normalize is not None: raise ValueError('update="stable" lowers an objective that rescaling M would change: use normalize=None')
 
 # %% ../nbs/12_rfm.ipynb #ab787061
@@ -226,7 +234,7 @@ class Problem:
 # %% ../nbs/12_rfm.ipynb #3d69c4b3
 def _targets(y, X: Tensor, name: str = "y") -> Tensor: # n × c
     "Targets as an n × c tensor of X's kind, checked."
-    try: Y = torch.as_tensor(y).to(X)
+    try: Y = torch.as_tensor(unframed(y)).to(X)
     except (TypeError, ValueError, RuntimeError): raise TypeError(f"{name} must hold numbers only: encode labels first, or use RFMClassifier") from None
     Y = Y[:, None] if Y.ndim == 1 else Y
     if Y.ndim != 2 or len(Y) != len(X): raise ValueError(f"{name} has shape {tuple(Y.shape)}, but there are {len(X)} rows of inputs")
@@ -236,7 +244,9 @@ def _targets(y, X: Tensor, name: str = "y") -> Tensor: # n × c
 # %% ../nbs/12_rfm.ipynb #d91e03ff
 def _weights(w, X: Tensor) -> Tensor: # n
     "Sample weights, checked."
-    w = torch.as_tensor(w).to(X)
+    try: w = torch.as_tensor(unframed(w)).to(X)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError("sample_weight must hold numbers only: one ≥ 0 for each row") from None
     if w.shape != (len(X),): raise ValueError(f"sample_weight has shape {tuple(w.shape)}, needed is one number per row: ({len(X)},)")
     if not torch.isfinite(w).all() or (w < 0).any() or not (w > 0).any(): raise ValueError("sample_weight must be finite and ≥ 0, and not all zero")
     return w
@@ -479,6 +489,7 @@ def fingerprint(s: Settings, p: Problem) -> str:
 def save_state(path: str | Path, state: State, key: str) -> None:
     "Write atomically: a reader sees the old file or the new one, never a part."
     path, tmp = Path(path), Path(f"{path}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(tmp, "wb") as f:
         torch.save(dict(key=key, state=dict(vars(state))), f)
         f.flush(); os.fsync(f.fileno())
@@ -488,10 +499,15 @@ def save_state(path: str | Path, state: State, key: str) -> None:
 def load_state(path: str | Path, key: str, like: Tensor) -> State | None: # None when there is no file
     "The state in a checkpoint of the same run."
     if not Path(path).exists(): return None
+    if Path(path).is_dir():
+        raise ValueError(f"checkpoint {path} is a folder: give the name of a file in it")
     try: d = torch.load(path, map_location=like.device, weights_only=True)
     except Exception as e: raise ValueError(f"{path} is not a readable checkpoint ({type(e).__name__}): delete it to start afresh") from None
     if not isinstance(d, dict) or d.get("key") != key: raise ValueError(f"{path} belongs to other settings or other data: delete it, or choose another file")
-    return State(**d["state"])
+    try: return State(**d["state"])
+    except (KeyError, TypeError):
+        raise ValueError(f"{path} is not a readable checkpoint (another version wrote it): "
+                         "delete it to start afresh") from None
 
 # %% ../nbs/12_rfm.ipynb #fdf0c10b
 def run(s: Settings, p: Problem, checkpoint: str | Path | None = None) -> State:
@@ -531,14 +547,17 @@ def _check_together(s: Settings, p: Problem) -> None:
     if s.keep == "loo" and (s.holdout is not None or p.val is not None): raise ValueError("choose the iterate by keep='loo' or by held-out rows, not both")
     if s.patience is not None and p.val is None and s.holdout is None and s.keep != "loo" and s.normalize is not None:
         raise ValueError("without validation data patience watches the objective, which rescaling M makes meaningless: "
-                         "pass X_val and y_val, holdout=.2, keep='loo', or normalize=None")
+                         "set holdout=.2, keep='loo' or normalize=None; RFM.fit also takes X_val and y_val")
 
 # %% ../nbs/12_rfm.ipynb #9466cf68
 @dataclass
 class RFM(Settings):
     "A Recursive Feature Machine; fields as in `Settings`. `ridge` is nλ, the number added to the diagonal of K."
-    def fit(self, X, y, # n × d inputs; n or n × c targets: tensors, arrays, lists
-            X_val=None, y_val=None, # validation data: chooses the iterate
+    def fit(self,
+            X, # n × d inputs: tensor, array, DataFrame, lists
+            y, # n or n × c targets; rows belong together by position, whatever their index
+            X_val=None, # validation inputs: they choose the iterate
+            y_val=None, # their targets
             sample_weight=None, # n numbers ≥ 0
             checkpoint: str | Path | None = None, # file to continue from and to write after each iteration
            ) -> "RFM":
@@ -548,11 +567,13 @@ class RFM(Settings):
         fitted = replace(self, kernel=self.kernel if not _unset(self.kernel) else self.kernel.with_bandwidth(median_bandwidth(p.X, None, self.kernel)))
         with torch.no_grad(): chosen, self.history = _learn(fitted, p, checkpoint)
         self.fitted_kernel, self.best_iter, self._W, self._X, self._alpha = fitted.kernel, chosen["t"], _root(chosen["M"]), p.X, chosen["alpha"]
-        self._flat = torch.as_tensor(y).ndim == 1
+        self._flat = torch.as_tensor(unframed(y)).ndim == 1
         self.M, self.alpha = chosen["M"].to(p.X), chosen["alpha"][:, 0] if self._flat else chosen["alpha"]
         return self
 
-    def predict(self, X) -> Tensor: # m, or m × c if y had columns
+    def predict(self,
+                X, # m × d inputs
+               ) -> Tensor: # m, or m × c if y had columns
         "Σ_j K_M(x, x_j) α_j."
         return _predict_fitted(self, X)
 

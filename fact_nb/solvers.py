@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from .core import check_number
 from .direct import Solution, check_system, solve, solve_grid
 from .iterative import default_rank, solve_iterative
 from .kernels import Kernel, as_points
@@ -43,9 +44,15 @@ def choose(n: int, d: int, c: int, size: int, # points, features, systems, bytes
     while rank > 50 and iterative_bytes(n, d, c, rank, size) > memory: rank //= 2
     it = iterative_bytes(n, d, c, rank, size)
     if it > memory: raise MemoryError(f"n = {n}, d = {d}, {c} systems need {gb(it)} iteratively and {gb(need)} directly, available are {gb(memory)}: "
-                                      "use fewer points, fewer targets or ridges at a time, or raise memory=")
+                                      "use fewer points, fewer targets at a time (a ridge counts as one), or raise memory=")
     why = f"the direct solver needs {gb(need)} of {gb(memory)}" if need > memory else f"fits either way, iterating is estimated {work / passes:.1f} times cheaper"
     return "iterative", f"n = {n}: {why}; iterating takes {gb(it)}", rank
+
+# %% ../nbs/11_solvers.ipynb #e0d57515
+def _limit(memory: float | None, where: torch.device) -> int:
+    "Bytes that may be used: what was said, or what is free."
+    if memory is None: return available_memory(where)
+    return int(check_number(memory, "memory", above=0, advice="give bytes, such as memory=4e9 for 4 GB"))
 
 # %% ../nbs/11_solvers.ipynb #2cf19d25
 def solve_kernel_grid(kernel: Kernel, X, Y, # kernel, n × d points, n or n × c targets
@@ -61,7 +68,7 @@ def solve_kernel_grid(kernel: Kernel, X, Y, # kernel, n × d points, n or n × c
     if method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, not {method!r}")
     X = as_points(X).detach(); n, d = X.shape
     Y, ridges, flat = check_system(Y, ridges, n, X)
-    limit = available_memory(X.device) if memory is None else int(memory)
+    limit = _limit(memory, X.device)
     how, why, rank = _plan(method, n, d, Y.shape[1], len(ridges), X.element_size(), limit, rank)
     y = Y[:, 0] if flat else Y
     if how == "iterative": sols = solve_iterative(kernel, X, y, ridges, M, alpha0, tol, rank=rank)
@@ -77,7 +84,9 @@ def _plan(method: str, n: int, d: int, c: int, grid: int, size: int, limit: int,
     if method == "auto": return choose(n, d, c * grid, size, limit, rank)
     rank = default_rank(n) if rank is None else rank
     need = iterative_bytes(n, d, c * grid, rank, size) if method == "iterative" else direct_bytes(n, c, size)
-    if need > limit: raise MemoryError(f'method="{method}" needs {need / 1e9:.3g} GB at n = {n}, available are {limit / 1e9:.3g} GB: use method="auto" or raise memory=')
+    if need > limit:
+        raise MemoryError(f"the {method} solver needs {need / 1e9:.3g} GB at n = {n}, available are "
+                          f"{limit / 1e9:.3g} GB: choose 'auto', or raise memory=")
     return ("iterative" if method == "iterative" else "direct"), "asked for", rank
 
 # %% ../nbs/11_solvers.ipynb #0c005d6b

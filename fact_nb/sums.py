@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .capture import Call, Capture, Part, naming
+from .core import check_number
 from .features import add_gram_
 from .matrices import Matrix, decay_of, tie_groups, weight_matrices
 
@@ -178,6 +179,14 @@ def _remember(run: Run, cap: Capture) -> None:
     for call in notes.calls:
         for part in call.parts: run.parts.setdefault(part.use, part)
 
+# %% ../nbs/02e_sums.ipynb #83e48f75
+def _weight(run: Run, output: object, target: object, samples: int, i: int) -> float:
+    "What the loss of a batch is multiplied by: weight=, or the number of samples."
+    if run.options["weight"] is None: return float(samples)
+    advice = "return what loss_fn averaged over, such as the number of tokens that count"
+    w = run.options["weight"](output, target)
+    return float(check_number(w, f"what weight= returns (batch {i})", low=0, advice=advice))
+
 # %% ../nbs/02e_sums.ipynb #ce2e9345
 def _batch(run: Run, batch: object, i: int, cheap: bool = False) -> None:
     "Measure one batch and add it to the sums; with `cheap`, only see which weights are used."
@@ -188,8 +197,7 @@ def _batch(run: Run, batch: object, i: int, cheap: bool = False) -> None:
     _remember(run, cap)
     B = _samples(output, target)
     L = _loss(run, output, target, i)
-    w = float(opt["weight"](output, target)) if opt["weight"] else float(B)
-    if not 0 <= w < float("inf"): raise ValueError(f"weight= returned {w} on batch {i}: it must be zero or positive and finite")
+    w = _weight(run, output, target, B, i)
     for k, v in dict(n=B, N=w, loss=w * L.item()).items(): run.total[k] += v
     if cheap: return
     calls, jacobian = cap.notes.calls, bool(run.want & {"agop", "bagop"})

@@ -197,7 +197,7 @@ def near(P: Pairs) -> Pairs:
 
 def predict(rules: Rules, Z: Tensor, X: Tensor, M: Tensor | None, alpha: Tensor) -> Tensor: # m × c
     "Σ_j K_M(z, x_j) α_j, 128 rows at a time."
-    P = near(pairs(Z, X, M, True))
+    P = near(pairs(Z, X, M, True, trusted=True))
     rows = 128 if Z.device.type == "cpu" else 4096
     return torch.cat([evaluate(rules.kernel, replace(P, left=L)) @ alpha for L in P.left.split(rows)])
 
@@ -226,7 +226,7 @@ def fit_one(s: Search, M: Tensor | None, # d × d; None is the identity
     n = len(s.X); new = lambda: s.X.new_empty(n, n)
     s.K = new() if s.K is None else s.K
     if coef: s.C = new() if s.C is None else s.C
-    several, out, P = len(ridges) > 1, [], near(pairs(s.X, None, M, True))
+    several, out, P = len(ridges) > 1, [], near(pairs(s.X, None, M, True, trusted=True))
     sketch = sketch_of(s, M, ridges)
     evaluate(s.rules.kernel, P, s.K, s.C if coef else None, coef=coef, mirror=several or sketch is not None)
     diag = s.K.diagonal().clone()

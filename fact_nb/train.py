@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from .core import seeded
+from .core import check_number, seeded, unframed
 from .features import residual
 from .matrices import Matrix, weight_matrices
 
@@ -37,7 +37,7 @@ class Batches:
     def __post_init__(self) -> None:
         if len(self.X) != len(self.y): raise ValueError(f"{len(self.X)} inputs but {len(self.y)} targets")
         if not len(self.X): raise ValueError("there are no samples")
-        if self.size < 1: raise ValueError(f"the batch size must be 1 or more, not {self.size}")
+        check_number(self.size, "the batch size", low=1, whole=True)
 
     def __len__(self) -> int: return math.ceil(len(self.X) / self.size)
 
@@ -88,8 +88,8 @@ class Recipe:
     epochs: int = 200 # passes over the data; 0 to polish only
     lr: float = .1 # learning rate at the start
     weight_decay: float = 1e-4 # λ of (λ/2)‖θ‖², on all parameters
-    batch_size: int = 64
-    momentum: float = .9 # of SGD; Adam's first moment takes it too
+    batch_size: int = 64 # rows in a minibatch
+    momentum: float = .9 # of SGD, at least 0 and below 1; Adam's first moment takes it too
     schedule: str = "cosine" # "cosine" to zero, or "constant"
     optimizer: str = "sgd" # "sgd", "adam" (λ enters the gradient) or "adamw" (λ acts beside it)
     seed: int = 0 # of the order of samples, and of dropout
@@ -106,16 +106,19 @@ class Recipe:
     def __post_init__(self) -> None: check_recipe(self)
 
 # %% ../nbs/05_train.ipynb #baaebbd0
+_CHOICES = dict(schedule=("cosine", "constant"), polish_schedule=("cosine", "constant"),
+                optimizer=("sgd", "adam", "adamw"), stop=("never", "loss", "residual"))
+_COUNT, _RATE, _SHARE = dict(low=0, whole=True), dict(above=0), dict(low=0, below=1)
+_NUMBERS = dict(epochs=_COUNT, polish_steps=_COUNT, residual_every=_COUNT, lr=_RATE, polish_lr=_RATE,
+                momentum=_SHARE, polish_momentum=_SHARE, seed=dict(whole=True),
+                batch_size=dict(low=1, whole=True), polish_unit=dict(low=1, whole=True),
+                weight_decay=dict(low=0), loss_target=dict(low=0), residual_target=dict(low=0))
+
 def check_recipe(r: Recipe) -> None:
-    "Raise ValueError for a recipe that cannot be followed."
-    allowed = dict(schedule=("cosine", "constant"), polish_schedule=("cosine", "constant"), optimizer=("sgd", "adam", "adamw"),
-                   stop=("never", "loss", "residual"))
-    for name, values in allowed.items():
+    "Raise for a recipe that cannot be followed."
+    for name, values in _CHOICES.items():
         if getattr(r, name) not in values: raise ValueError(f"{name} must be one of {', '.join(values)}, not {getattr(r, name)!r}")
-    for name in ("epochs", "weight_decay", "polish_steps", "residual_every"):
-        if getattr(r, name) < 0: raise ValueError(f"{name} must be 0 or more, not {getattr(r, name)}")
-    for name in ("lr", "batch_size", "polish_lr", "polish_unit"):
-        if not getattr(r, name) > 0: raise ValueError(f"{name} must be positive, not {getattr(r, name)}")
+    for name, kind in _NUMBERS.items(): check_number(getattr(r, name), name, **kind)
     if r.optimizer == "adamw" and r.polish_steps: raise ValueError("AdamW's stationary points are not SGD's: set polish_steps=0, or use adam")
     if r.stop == "residual" and not (r.residual_every or r.polish_steps):
         raise ValueError('stop="residual" needs residual_every or polish_steps')
@@ -199,12 +202,12 @@ def collapse(model: nn.Module, # after training
 @dataclass(repr=False)
 class Training:
     "A training run: its parts, where it stands, and what it has seen."
-    model: nn.Module
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    data: Batches
-    recipe: Recipe
-    callbacks: Sequence[Callable] = ()
-    test: Batches | None = None
+    model: nn.Module # trained in place
+    loss_fn: Callable[[Tensor, Tensor], Tensor] # mean loss of a batch
+    data: Batches # in random order
+    recipe: Recipe # how
+    callbacks: Sequence[Callable] = () # called as callback(model, count)
+    test: Batches | None = None # held out
     path: Path | None = None # of the checkpoint
     phase: str = "sgd" # then "polish", then "done"
     epoch: int = 0 # epochs and polish units finished
@@ -214,8 +217,8 @@ class Training:
     residual_epoch: int | None = None # first epoch or polish unit whose residual met residual_target
     rows: list[dict] = field(default_factory=list) # one per epoch or polish unit
     final: dict = field(default_factory=dict) # losses, accuracies, residual and collapse at the end
-    optimizer: torch.optim.Optimizer | None = None
-    bar: tqdm | None = None
+    optimizer: torch.optim.Optimizer | None = None # of the phase
+    bar: tqdm | None = None # progress
     identity: dict = field(default_factory=dict) # what a checkpoint must agree with
 
     history = property(lambda self: pd.DataFrame(self.rows), doc="one row per epoch or polish unit")
@@ -358,9 +361,11 @@ def _load(s: Training) -> None:
     "Continue from the checkpoint: everything as it was when it was written."
     try: state = torch.load(s.path, map_location="cpu", weights_only=True)
     except Exception as e: raise ValueError(f"{s.path} is not a checkpoint of this library ({type(e).__name__}): delete it or pass resume=False") from e
+    if not (isinstance(state, dict) and {*_COUNTERS, "identity", "model", "optimizer"} <= state.keys()):
+        raise ValueError(f"{s.path} is not a checkpoint of `train`: delete it or pass resume=False")
     old, new = state["identity"], s.identity
     differ = [k for k in new if k != "recipe" and new[k] != old[k]] + [k for k in new["recipe"] if new["recipe"][k] != old["recipe"].get(k)]
-    if differ: raise ValueError(f"{s.path} belongs to another run (different {', '.join(differ)}): use another path, or resume=False to overwrite it")
+    if differ: raise ValueError(f"{s.path} belongs to another run (different {', '.join(differ)}): use another checkpoint=, or resume=False to overwrite it")
     for k in _COUNTERS: setattr(s, k, state[k])
     if s.phase == "polish": _equip(s)
     s.model.load_state_dict(state["model"])
@@ -371,12 +376,37 @@ def _load(s: Training) -> None:
     for cb, c in zip(s.callbacks, state["callbacks"]):
         if c is not None: cb.load_state_dict(c)
 
+# %% ../nbs/05_train.ipynb #eff5f9de
+def _as_rows(A: object, name: str, model: nn.Module) -> Tensor:
+    "Inputs or targets as a tensor where the model is."
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    if isinstance(A, Tensor): return A.to(like.device)
+    try: rows = torch.as_tensor(unframed(A))
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a tensor or an array with one row per sample, not {type(A).__name__}: "
+                        "for other data write the loop yourself, and call a `Watch` in it") from None
+    return rows.to(like) if rows.is_floating_point() else rows.to(like.device, torch.int64)
+
+# %% ../nbs/05_train.ipynb #44ac6087
+def _check_call(model: object, recipe: object, callbacks: object, test: object,
+                checkpoint: object) -> None:
+    "Raise on arguments of `train` that cannot be meant."
+    kind = lambda x: type(x).__name__
+    if not isinstance(model, nn.Module): raise TypeError(f"model must be a torch.nn.Module, not {kind(model)}")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a Recipe, not {kind(recipe)}: write Recipe(epochs=…, lr=…)")
+    if callable(callbacks): raise TypeError("callbacks must be a list: write callbacks=[…]")
+    if test is not None and not (isinstance(test, (tuple, list)) and len(test) == 2):
+        raise TypeError(f"test must be a pair (inputs, targets), not {kind(test)}")
+    if checkpoint and Path(checkpoint).is_dir():
+        raise ValueError(f"checkpoint {checkpoint} is a folder: give the name of a file in it")
+
 # %% ../nbs/05_train.ipynb #3d356896
 def train(model: nn.Module, # trained in place
           loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch, without the penalty
-          X: Tensor, # inputs, one per row
+          X: Tensor, # inputs, one per row: tensor, array, DataFrame
           y: Tensor, # targets: classes, one-hot rows, or real outputs
-          recipe: Recipe = Recipe(), # how
+          recipe: Recipe = Recipe(), # epochs, learning rate, weight decay, …
           callbacks: Sequence[Callable] = (), # called as callback(model, count)
           test: tuple[Tensor, Tensor] | None = None, # held-out inputs and targets, evaluated after every epoch
           checkpoint: str | Path | None = None, # where to write, and to continue from
@@ -384,9 +414,10 @@ def train(model: nn.Module, # trained in place
           progress: bool = True, # show a bar
          ) -> Training:
     "Train a model by the recipe, on the device where it is; continues from `checkpoint` if there is one."
-    dev = next((p.device for p in model.parameters()), torch.device("cpu"))
-    data = Batches(X.to(dev), y.to(dev), recipe.batch_size, torch.Generator().manual_seed(recipe.seed))
-    held = Batches(test[0].to(dev), test[1].to(dev), 4096) if test else None
+    _check_call(model, recipe, callbacks, test, checkpoint)
+    pair = lambda X, y, names: (_as_rows(X, names[0], model), _as_rows(y, names[1], model))
+    data = Batches(*pair(X, y, ("X", "y")), recipe.batch_size, torch.Generator().manual_seed(recipe.seed))
+    held = None if test is None else Batches(*pair(*test, ("test[0]", "test[1]")), 4096)
     s = Training(model, loss_fn, data, recipe, callbacks, held, Path(checkpoint) if checkpoint else None)
     total = recipe.epochs * len(data) + recipe.polish_steps
     with seeded(recipe.seed), tqdm(total=total, unit="step", disable=not progress, leave=False) as s.bar:

@@ -6,6 +6,7 @@
 __all__ = ['is_due', 'tidy', 'with_targets', 'Watch', 'look_at', 'plot_history']
 
 # %% ../nbs/05a_watch.ipynb #045f7956
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -15,7 +16,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from .core import check_number
 from .figures import WIDTH, look, style
+from .layers import SIMILARITY
 from .measure import Report, measure
 
 # %% ../nbs/05a_watch.ipynb #86e56518
@@ -33,16 +36,44 @@ def tidy(rep: Report, # what was measured
     "The numbers of a report, one row each."
     kind = lambda column: "relative error" if column == "residual" or column.startswith("r(") else similarity
     return [dict(layer=layer, quantity=column, similarity=kind(column), value=float(v))
-            for layer, row in rep.table(similarity, **kw).iterrows() for column, v in row.items() if not math.isnan(v)]
+            for layer, row in rep.table(similarity, wide=True, **kw).iterrows() for column, v in row.items() if not math.isnan(v)]
 
 # %% ../nbs/05a_watch.ipynb #d7268bee
 def with_targets(quantities: Sequence[str]) -> tuple[str, ...]:
     "The quantities, and the NFM of each side on which there is one."
+    quantities = (quantities,) if isinstance(quantities, str) else quantities
     sides = {"bnfm" if q.startswith("b") else "nfm" for q in quantities}
     return tuple(dict.fromkeys((*quantities, *sorted(sides))))
 
+# %% ../nbs/05a_watch.ipynb #eaaa3f64
+class _History:
+    "What was seen: rows, their table, their figure, and their way through a checkpoint."
+    unit: str # what is counted
+    rows: list[dict] # one per number
+
+    def plot(self,
+             **kw, # layers, quantities, similarity, columns: see `plot_history`
+            ) -> Figure:
+        "Similarity with WᵀW over training, one panel per layer."
+        return plot_history(self.history, **kw)
+
+    def state_dict(self) -> dict:
+        "The history, for a checkpoint."
+        return self.history.to_dict("list")
+
+    def load_state_dict(self,
+                        state: dict, # what `state_dict` returned
+                       ) -> None:
+        "Continue a history."
+        if set(state) != set(self.history):
+            raise ValueError(f"this is not the state of a Watch with unit={self.unit!r}: "
+                             f"it must have {list(self.history)}")
+        self.rows = pd.DataFrame(state).to_dict("records")
+
+    history = property(lambda self: pd.DataFrame(self.rows, columns=[self.unit, "layer", "quantity", "similarity", "value"]), doc="what was seen, one row per number")
+
 # %% ../nbs/05a_watch.ipynb #ae04c8b6
-class Watch:
+class Watch(_History):
     "Measures a model every so often; call it as watch(model, count) from any loop."
     def __init__(self,
                  loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
@@ -56,18 +87,32 @@ class Watch:
                  power: float = .5, # that power
                  **options): # further options of `measure`: mode, agop, forward, …
         if unit not in ("epoch", "step"): raise ValueError(f'unit must be "epoch" or "step", not {unit!r}')
-        if not isinstance(every, Collection) and not every >= 1: raise ValueError(f"every must be a period of 1 or more, or a list of counts, not {every!r}")
+        if isinstance(every, str) or not isinstance(every, Collection):
+            check_number(every, "every", low=1, whole=True, advice="it is a period, or a list of the counts")
+        check_number(power, "power", above=0)
         if hasattr(loader, "__next__"): raise ValueError("the loader can be read only once: pass a list of batches, Batches or a DataLoader, not a generator")
         self.loss_fn, self.loader, self.weight_decay, self.every, self.unit = loss_fn, loader, weight_decay, every, unit
         self.similarity = [similarity] if isinstance(similarity, str) else list(similarity)
+        _check_names(self.similarity, options)
         self.form, self.options = dict(symmetrise=symmetrise, power=power), options | dict(quantities=with_targets(quantities))
         self.rows: list[dict] = []
 
-    def __call__(self, model: nn.Module, count: int, force: bool = False) -> Report | None: return look_at(self, model, count, force)
-    def plot(self, **kw) -> Figure: return plot_history(self.history, **kw)
-    def state_dict(self) -> dict: return self.history.to_dict("list")
-    def load_state_dict(self, state: dict) -> None: self.rows = pd.DataFrame(state).to_dict("records")
-    history = property(lambda self: pd.DataFrame(self.rows, columns=[self.unit, "layer", "quantity", "similarity", "value"]), doc="what was seen, one row per number")
+    def __call__(self,
+                 model: nn.Module, # left exactly as it is
+                 count: int, # steps or epochs so far
+                 force: bool = False, # look even if it is not time
+                ) -> Report | None: # None when it was not time
+        "Measure now if it is time."
+        return look_at(self, model, count, force)
+
+# %% ../nbs/05a_watch.ipynb #b592d81d
+def _check_names(similarity: list[str], options: dict) -> None:
+    "Raise on a similarity or an option that does not exist."
+    for s in similarity:
+        if s not in SIMILARITY: raise ValueError(f'similarity must be "pearson" or "cosine", not {s!r}')
+    known = set(inspect.signature(measure).parameters) - {"model", "loss_fn", "loader", "weight_decay"}
+    if wrong := sorted(set(options) - known):
+        raise TypeError(f"`measure` has no option {wrong[0]!r}: it has {', '.join(sorted(known))}")
 
 # %% ../nbs/05a_watch.ipynb #9f79dc38
 def look_at(w: Watch, # whose history grows

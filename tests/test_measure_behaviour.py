@@ -60,7 +60,7 @@ def test_fact_holds_at_a_critical_point(loss):
     for wrong in (hidden.agop, hidden.enfa, torch.randn_like(hidden.nfm), hidden.fact * 1.01):
         assert not rel_err(hidden.nfm, wrong) < 1e-6
     assert cosine(hidden.nfm, hidden.agop) < .9999
-    t = rep.table()
+    t = rep.table(wide=True)
     assert (t["r(FACT)"] < 1e-6).all() and (t["FACT"] > 1 - 1e-9).all() and (t["√(FACT·FACTᵀ)"] > 1 - 1e-9).all()
     wrong = measure(m, fn, batches(X, Y, 7), 2e-3)                   # the wrong λ is noticed
     assert wrong["2"].residual > .4
@@ -142,7 +142,7 @@ def test_max_dim_lists_and_does_not_form():
         with pytest.raises(ValueError, match="max_dim=5"): getattr(rep["0"], q)
     for q in ("fact", "nfm", "agop", "enfa"): assert rel_err(getattr(full["0"], q), getattr(rep["0"], q)) < 1e-12
     assert abs(rep["2"].residual - full["2"].residual) < 1e-10       # a number exists on whichever side is small
-    assert np.isnan(rep.table().loc["0", "bFACT"])
+    assert np.isnan(rep.table(wide=True).loc["0", "bFACT"])
 
 
 def test_forward_and_weight_for_token_losses():
@@ -164,7 +164,7 @@ def test_forward_and_weight_for_token_losses():
     scaled = measure(m, loss, dicts, .1, forward=fwd, weight=lambda f, y: 7.5 * tokens(f, y))
     for q in QS: assert rel_err(getattr(rep["2"], q), getattr(scaled["2"], q)) < 1e-12   # only ratios matter
     with pytest.raises(ValueError, match="pass forward="): measure(m, loss, dicts, .1)
-    with pytest.raises(ValueError, match="zero or positive"): measure(m, loss, dicts, .1, forward=fwd, weight=lambda f, y: -1)
+    with pytest.raises(ValueError, match="weight= returns .batch 0. must be a number ≥ 0, not -1"): measure(m, loss, dicts, .1, forward=fwd, weight=lambda f, y: -1)
     with pytest.raises(ValueError, match="pair"): measure(m, loss, dicts, .1, forward=lambda b: m(b["ids"]))
 
 
@@ -237,7 +237,7 @@ def test_zero_weight_decay():
     same(ref, rep, qs=QS[2:])
     for q in ("fact", "bfact", "residual"):
         with pytest.raises(ValueError, match="weight_decay is 0"): getattr(rep["0"], q)
-    assert rep.table()["AGOP"].notna().all() and "FACT" not in rep.table()
+    assert rep.table(wide=True)["AGOP"].notna().all() and "FACT" not in rep.table(wide=True)
     with pytest.raises(ValueError, match="weight_decay 0"): measure(m, ce, batches(X, Y), 0., quantities=["fact"])
 
 
@@ -365,8 +365,18 @@ FAULTS = {
     "no quantity": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, quantities=[]), ValueError, "empty"),
     "mode": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, mode="test"), ValueError, "mode must be one of"),
     "agop": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, agop="fast"), ValueError, "agop must be one of"),
-    "probes": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, probes=0), ValueError, "at least 1"),
-    "decay": (lambda m, X, Y: measure(m, ce, batches(X, Y), -1.), ValueError, "zero or positive"),
+    "probes": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, probes=0), ValueError, "probes must be a whole number ≥ 1, not 0"),
+    "decay": (lambda m, X, Y: measure(m, ce, batches(X, Y), -1.), ValueError, "weight_decay must be a number ≥ 0, not -1.0"),
+    "decay true": (lambda m, X, Y: measure(m, ce, batches(X, Y), True), TypeError, "not True: pass the λ of training"),
+    "decay text": (lambda m, X, Y: measure(m, ce, batches(X, Y), "1e-4"), TypeError, "weight_decay must be a number"),
+    "other optimizer": (lambda m, X, Y: measure(m, ce, batches(X, Y), torch.optim.SGD(copy.deepcopy(m).parameters(), lr=.1, weight_decay=.1)), ValueError,
+                        "pass the one made from model.parameters"),
+    "no weight": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, weight=lambda f, y: 0), ValueError, "weight= returned 0 on every batch.*leave weight= out"),
+    "weight of nothing": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, weight=lambda f, y: None), TypeError, "return what loss_fn averaged over"),
+    "weight": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, weight=3), TypeError, "weight must be a function or None"),
+    "half a probe": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, probes=1.5), ValueError, "probes must be a whole number"),
+    "accumulate": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, accumulate="float64"), TypeError, "such as torch.float64"),
+    "a quantity": (lambda m, X, Y: measure(m, ce, batches(X, Y), .1, quantities=3), TypeError, "quantities must be a list of names"),
     "decay name": (lambda m, X, Y: measure(m, ce, batches(X, Y), {"fc": .1}), ValueError, "does not have"),
     "nan gradient": (lambda m, X, Y: measure(m, lambda f, y: (f * 0).abs().pow(.5).sum() + ce(f, y), batches(X, Y), .1), ValueError, "nan or inf although"),
     "loader fails": (lambda m, X, Y: measure(m, ce, iter_then_fail(X, Y), .1), OSError, "disk"),
@@ -541,3 +551,21 @@ def test_two_processes(tmp_path):
     for r in (0, 1):
         got = (tmp_path / str(r)).read_text().splitlines()
         assert len(got) == 4 and all(g.startswith(e) for g, e in zip(got, EXPECTED[r])), got
+
+
+def test_a_batch_may_weigh_nothing():
+    X, Y = data(16)
+    m = mlp(4, 5, 3)
+    half = measure(m, ce, batches(X, Y, 8), .1, weight=lambda f, y: len(y) * float(y is not None and torch.equal(y, Y[:8])))
+    assert rel_err(measure(m, ce, batches(X[:8], Y[:8], 8), .1)["0"].fact, half["0"].fact) < 1e-12
+
+
+def test_the_default_table_fits_a_terminal():
+    X, Y = data()
+    rep = measure(mlp(4, 9, 7, 3), ce, batches(X, Y), .1)
+    few, wide = rep.table(), rep.table(wide=True)
+    assert list(few) == ["FACT", "r(FACT)", "AGOP^½", "eNFA", "residual"] and few.equals(wide[list(few)])
+    assert max(map(len, few.to_string().splitlines())) <= 80 < max(map(len, wide.to_string().splitlines()))
+    assert "AGOP" in rep.table(symmetrise=False) and "AGOP^¼" in rep.table(power=.25)
+    back = measure(mlp(4, 9, 7, 3), ce, batches(X, Y), .1, quantities=["bnfm", "bfact", "bagop"]).table()
+    assert list(back) == ["bFACT", "r(bFACT)", "bAGOP^½", "residual"]          # the other side where nothing else was measured

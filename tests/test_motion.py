@@ -218,3 +218,8 @@ def test_midpoints_with_decay_are_off_only_by_the_decay():
         model, X, Y = problem(7); opt = torch.optim.SGD(model.parameters(), lr=.05, momentum=.9, weight_decay=lam); m = Motion(model, opt, every=5, midpoint=True)
         steps(model, X, Y, opt, 40); return m.table().r_change.max()
     assert error(1e-3) < error(1e-2) / 5 < .01
+
+
+def test_the_optimizer_of_another_model_is_refused():
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="make it from model.parameters.. of the same model"): Motion(one, torch.optim.SGD(other.parameters(), lr=.1))

@@ -251,3 +251,8 @@ def test_judge_of_the_sum_over_steps():
 def test_bad_settings_say_what_to_do():
     for text, says in (("n=400", "any weights"), ("lams=0", "positive and falling"), ("parts=x", "among limit"), ("images=5", "between 20"), ("steps=10,10", "20 or more"), ("kappas=.1", "contain 1"), ("scales=-1", "must be positive")):
         with pytest.raises(UsageError, match=says): override(exp.presets["cpu"], [text])
+
+
+def test_the_optimizer_of_another_model_is_refused():
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="make it from model.parameters.. of the same model"): MeanStep(one, torch.optim.AdamW(other.parameters()))

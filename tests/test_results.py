@@ -1,5 +1,9 @@
 """Committed results can be made again: one unit of each is rerun and compared."""
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +11,9 @@ import pytest
 
 from fact_nb.core import device
 from fact_nb.data.cache import available
-from fact_nb.protocol import Context, plain, registry
-from fact_nb.store import Store, read_record
+from fact_nb.protocol import Context, find, plain, registry
+from fact_nb.scorecard import COMMITTED, HERE, UNKNOWN, as_text, gather, origin, scorecard, verdict_of
+from fact_nb.store import Store, made_here, read_record, sign, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 # per experiment: a unit that takes seconds, the columns that must agree, and for networks trained by SGD, whose steps differ from one processor to the next, how closely and in which rows
@@ -59,3 +64,89 @@ def test_committed_results_carry_provenance():
     for p in (ROOT / "results").glob("*/cpu.json"):
         rec = json.loads(p.read_text())
         assert {"torch", "device", "seconds", "peak_memory", "commits", "date"} <= set(rec["provenance"]), p
+
+
+def git(folder, *args):
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *args], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repo(tmp_path):
+    "A repository with one committed result and one that is not."
+    store = Store(tmp_path / "results")
+    for label in ("cpu", "quick"): write_record(store.whole_path("theorem", label), dict(label=label, units=[], config={}, provenance={}))
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "results/theorem/cpu.json")
+    git(tmp_path, "commit", "-qm", "x")
+    return store
+
+
+def origins(store): return origin(store, "theorem", "cpu"), origin(store, "theorem", "quick")
+
+
+def test_git_says_what_is_committed(repo):
+    assert origins(repo) == (COMMITTED, HERE)
+    write_record(repo.whole_path("theorem", "cpu"), dict(label="cpu", units=[], config=dict(a=1), provenance={}))
+    assert origins(repo) == (HERE, HERE)
+
+
+def test_where_git_cannot_tell_the_origin_is_unknown(repo, tmp_path, monkeypatch):
+    with monkeypatch.context() as m:
+        m.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")                 # "dubious ownership"
+        assert origins(repo) == (UNKNOWN, UNKNOWN)
+        sign(repo, "theorem", "quick")
+        assert origins(repo) == (UNKNOWN, HERE)                           # its own run is known all the same
+    with monkeypatch.context() as m:
+        m.setenv("PATH", str(tmp_path))                                   # no git
+        assert origins(repo) == (UNKNOWN, HERE)
+    (tmp_path / ".git").rename(tmp_path / "elsewhere")                    # an archive without its repository
+    assert origins(repo) == (UNKNOWN, HERE)
+
+
+@pytest.mark.parametrize("status, says", [(0, COMMITTED), (1, HERE), (128, UNKNOWN), (129, UNKNOWN)])
+def test_git_is_asked_by_exit_status_and_not_by_its_words(repo, tmp_path, monkeypatch, status, says):
+    (tmp_path / "git").write_text(f"#!/bin/sh\necho 'schwerwiegend: kein Git-Repository' >&2\nexit {status}\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert origin(repo, "theorem", "cpu") == says
+
+
+def test_a_copied_folder_is_not_taken_for_this_machines(repo, monkeypatch):
+    sign(repo, "theorem", "quick")
+    assert made_here(repo, "theorem", "quick")
+    monkeypatch.setattr("platform.node", lambda: "another")
+    assert not made_here(repo, "theorem", "quick")
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_committed_results_are_found_from_anywhere(tmp_path, monkeypatch, given):
+    "With FACT_RESULTS and without it, from a folder that has none."
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FACT_RESULTS", raising=False)
+    if given: monkeypatch.setenv("FACT_RESULTS", str(ROOT / "results"))
+    row = next(r for r in scorecard(experiments=dict(theorem=find("theorem"))) if r["id"] == "fact-theorem")
+    where = origin(Store(ROOT / "results"), "theorem", "cpu")
+    assert where != HERE and verdict_of(row, where)["verdict"] == "holds" and verdict_of(row, where)["result"] == "theorem/cpu"
+
+
+def test_what_was_run_here_stands_beside_what_is_committed(tmp_path):
+    "Values of both, what is too small, and a run with a changed setting, as such; on the terminal and on the page."
+    env = dict(os.environ, OMP_NUM_THREADS="1", FACT_RESULTS=str(tmp_path / "mine"))
+    fact = lambda *a: subprocess.run([sys.executable, "-m", "fact_nb", *a], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert fact("run", "theorem", "--quiet").returncode == 0
+    assert fact("run", "theorem", "--quiet", "--set", "lam=0.002").returncode == 0
+    only = dict(theorem=find("theorem"))
+    runs = gather(tmp_path / "mine", only)
+    assert [(r.origin, r.result.label) for r in runs["theorem"]][1:] == [(HERE, "quick"), (HERE, "quick+lam=0.002")] and runs["theorem"][0].result.label == "cpu"
+    rows = scorecard(runs=runs, experiments=only)
+    text = as_text(rows, 200)
+    block = re.search(r"^fact-theorem .*\n( .*\n)+", text, re.M)[0].splitlines()
+    assert re.search("(committed|unknown origin) +holds +≤ .* over 120 matrices", block[0])
+    assert re.search("^ +this machine +holds +≤ .* over 14 matrices", block[1]) and re.search(r"^ +this machine \* +holds +\[quick\+lam=0.002\] ≤ ", block[2])
+    assert re.search("^ +this machine +too small to judge", re.search(r"^fact-any-matrix .*\n( .*\n)+", text, re.M)[0], re.M)
+    assert "* with changed settings (--set): not counted" in text
+    from fact_nb.report import build
+    page = build(experiments=only, runs=runs, rows=rows)
+    figure = re.search(r"<figure.*?</figure>", page, re.S)[0]
+    assert re.findall("<span>(.*?)</span>", figure)[1:] == ["this machine: quick", "this machine, changed settings: quick+lam=0.002"] and figure.count("<img") == 3
+    assert "too small to judge" in page and "over 14 matrices" in page and "over 120 matrices" in page

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -193,3 +194,55 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path):
     assert run(check, resumed).wait(120) == 0
     a, b = (torch.load(f, weights_only=True) for f in (straight, resumed))
     assert torch.equal(a["M"], b["M"]) and torch.equal(a["alpha"], b["alpha"]) and a["val"] == b["val"]
+
+
+def one_target():
+    X, Y = data(n=40, d=3)
+    return X, Y[:, 0]
+
+
+def test_frames_and_series_are_read_by_position():
+    X, y = one_target()
+    F = pd.DataFrame(X.numpy(), index=range(100, 100 + len(X)))
+    s = pd.Series(y.numpy(), index=range(len(y))[::-1])
+    w = pd.Series(np.linspace(.5, 1.5, len(y)), index=range(len(y))[::-1])
+    plain = quiet().fit(X, y, X, y, sample_weight=torch.tensor(w.to_numpy()))
+    framed = quiet().fit(F, s, F, s, sample_weight=w)
+    assert torch.equal(plain.M, framed.M) and torch.equal(plain.predict(X), framed.predict(F)) and framed.alpha.ndim == 1
+    assert quiet().fit(F, s.to_frame()).alpha.ndim == 2
+    mixed = F.assign(flag=[True, False] * (len(F) // 2))
+    assert quiet().fit(mixed, s).M.shape == (X.shape[1] + 1,) * 2
+    with pytest.raises(TypeError, match="X must hold numbers only: encode strings"): quiet().fit(F.assign(word="a"), s)
+    with pytest.raises(ValueError, match="contains nan or inf: impute"): quiet().fit(F.assign(gap=pd.array([None] * len(F), dtype="Int64")), s)
+    with pytest.raises(TypeError, match="sample_weight must hold numbers only"): quiet().fit(X, y, sample_weight=["a"] * len(y))
+
+
+@pytest.mark.parametrize("kw, error, message", [
+    (dict(ridge="small"), TypeError, "ridge must be a number ≥ 0, not 'small': it is nλ"), (dict(ridge=True), TypeError, "ridge must be a number"),
+    (dict(memory="4GB"), TypeError, "not '4GB': give bytes, such as memory=4e9 for 4 GB"), (dict(memory=-1), ValueError, "memory must be a positive number"),
+    (dict(iters=2.5), ValueError, "iters must be a whole number"), (dict(power="a"), TypeError, "power must be a positive number"),
+    (dict(holdout=1), ValueError, "a share of the rows, such as .2"), (dict(patience=1.5), ValueError, "patience must be a whole number ≥ 1"),
+    (dict(tol="a"), TypeError, "tol must be a number"), (dict(seed=.5), ValueError, "seed must be a whole number"),
+    (dict(diagonal="yes"), ValueError, "diagonal must be one of"), (dict(settle=-1), ValueError, "settle must be a number ≥ 0"),
+    (dict(patience=2), ValueError, "set holdout=.2, keep='loo' or normalize=None; RFM.fit also takes X_val")])
+def test_a_wrong_setting_is_named(kw, error, message):
+    with pytest.raises(error, match=message): RFM(**kw).fit(*one_target())
+
+
+def test_numpy_numbers_are_numbers():
+    X, y = one_target()
+    assert torch.equal(quiet(iters=np.int64(1), ridge=np.float64(.1)).fit(X, y).M, quiet(iters=1, ridge=.1).fit(X, y).M)
+
+
+def test_other_files_are_no_checkpoints(tmp_path):
+    X, y = one_target()
+    go = lambda path: quiet(kernel=Laplace(2.), iters=1).fit(X, y, checkpoint=path)
+    go(tmp_path / "new" / "c.pt")                                            # the folder is made
+    state = torch.load(tmp_path / "new" / "c.pt", weights_only=True)
+    torch.save(state | dict(state=dict(x=1)), tmp_path / "old.pt")
+    torch.save([1], tmp_path / "list.pt")
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    with pytest.raises(ValueError, match="another version wrote it.: delete it to start afresh"): go(tmp_path / "old.pt")
+    with pytest.raises(ValueError, match="delete it, or choose another file"): go(tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="not a readable checkpoint .*: delete it"): go(tmp_path / "junk.pt")
+    with pytest.raises(ValueError, match="is a folder: give the name of a file in it"): go(tmp_path)

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -233,3 +235,42 @@ def test_convergence_is_dated():
     assert s.epoch == 200 and 1 < s.residual_epoch < 200
     never = train(small()[0], F.mse_loss, X, y, Recipe(epochs=2, loss_target=1e-9), progress=False)
     assert never.loss_epoch is None and never.residual_epoch is None
+
+
+def test_arrays_and_frames_train_as_tensors_do():
+    runs = []
+    for kind in (lambda t: t, lambda t: t.double().numpy(), lambda t: pd.DataFrame(t.numpy(), index=range(7, 7 + len(t)))):
+        model, y, X, r = small()
+        runs.append(train(model, F.mse_loss, kind(X), kind(y), r, test=(kind(X), kind(y)), progress=False))
+    assert all(run.rows == runs[0].rows and run.final == runs[0].final for run in runs[1:])
+    model = torch.nn.Linear(4, 3)
+    labels = np.array([0, 1, 2, 1], dtype=np.int32)
+    assert train(model, F.cross_entropy, np.eye(4), labels, Recipe(epochs=1), progress=False).data.y.dtype == torch.int64
+
+
+@pytest.mark.parametrize("kw, message", [
+    (dict(X=dict(a=1)), "X must be a tensor or an array with one row per sample, not dict: .*Watch"), (dict(X=[(1, "a")]), "X must be a tensor"),
+    (dict(y=None), "y must be a tensor"), (dict(recipe=dict(epochs=1)), "recipe must be a Recipe, not dict: write Recipe"),
+    (dict(model=print), "model must be a torch.nn.Module"), (dict(callbacks=print), "callbacks must be a list"),
+    (dict(test=dict(X=1)), "test must be a pair .inputs, targets., not dict"), (dict(test=(dict(), 1)), r"test\[0\] must be a tensor")])
+def test_wrong_arguments_are_named(kw, message):
+    model, y, X, r = small()
+    with pytest.raises(TypeError, match=message): train(**(dict(model=model, loss_fn=F.mse_loss, X=X, y=y, recipe=r, progress=False) | kw))
+
+
+@pytest.mark.parametrize("kw, error, message", [
+    (dict(epochs=2.5), ValueError, "epochs must be a whole number ≥ 0, not 2.5"), (dict(epochs="3"), TypeError, "epochs must be a whole number"),
+    (dict(momentum=2), ValueError, "momentum must be a number ≥ 0 and < 1, not 2"), (dict(polish_momentum=1), ValueError, "polish_momentum must be"),
+    (dict(weight_decay=True), TypeError, "weight_decay must be a number ≥ 0, not True"), (dict(lr=float("inf")), ValueError, "lr must be a positive finite number, not inf"),
+    (dict(batch_size=2.5), ValueError, "batch_size must be a whole number ≥ 1"), (dict(seed=.5), ValueError, "seed must be a whole number"),
+    (dict(loss_target="low"), TypeError, "loss_target must be a number")])
+def test_a_recipe_with_a_wrong_number_is_refused(kw, error, message):
+    with pytest.raises(error, match=message): Recipe(**kw)
+
+
+def test_other_files_are_no_checkpoints(tmp_path):
+    model, y, X, r = small()
+    go = lambda path: train(model, F.mse_loss, X, y, r, checkpoint=path, progress=False)
+    torch.save(dict(a=1), tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="not a checkpoint of `train`: delete it or pass resume=False"): go(tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="is a folder: give the name of a file in it"): go(tmp_path)

@@ -117,3 +117,30 @@ def test_the_plot_shows_correlations_when_an_embedding_comes_first():
     assert [ax.get_title() for ax in drawn] == [f"layer {n}" for n in at.index] and drawn[0].get_legend() is not None
     assert drawn[0].lines[0].get_ydata()[0] == at.iloc[0]
     plt.close("all")
+
+
+@pytest.mark.parametrize("kw, error, message", [
+    (dict(every=0), ValueError, "every must be a whole number ≥ 1, not 0: it is a period"), (dict(every="x"), TypeError, "a list of the counts"),
+    (dict(similarity="euclid"), ValueError, 'similarity must be "pearson" or "cosine"'), (dict(power="half"), TypeError, "power must be a positive number"),
+    (dict(prob=3), TypeError, "has no option 'prob': it has accumulate, agop")])
+def test_a_wrong_option_is_named_before_training(kw, error, message):
+    model, X, y, loss = CASES["mlp"]
+    with pytest.raises(error, match=message): Watch(loss, [(X, y)], .1, **kw)
+
+
+def test_the_optimizer_of_another_model_is_refused():
+    model, X, y, loss = CASES["mlp"]
+    other = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=.1, weight_decay=.1)
+    with pytest.raises(ValueError, match="pass the one made from model.parameters"): Watch(loss, [(X, y)], other)(model, 0)
+
+
+def test_a_state_of_something_else_is_refused():
+    model, X, y, loss = CASES["mlp"]
+    w = Watch(loss, [(X, y)], .1); w(model, 0)
+    with pytest.raises(ValueError, match="not the state of a Watch with unit='step'"): Watch(loss, [(X, y)], .1, unit="step").load_state_dict(w.state_dict())
+
+
+def test_one_quantity_may_be_named_without_a_list():
+    model, X, y, loss = CASES["mlp"]
+    w = Watch(loss, [(X, y)], .1, quantities="fact"); w(model, 0)
+    assert "FACT" in set(w.history.quantity) and "eNFA" not in set(w.history.quantity)
