@@ -11,10 +11,10 @@ ARGS ?=
 NEEDS := needed: Python >= 3.11 with venv, make, 3 GB of disk (on Debian: apt-get install make python3-venv)
 export TORCH TORCH_INDEX
 
-.PHONY: help reproduce test lab docs bench outputs readme export clean setup needs check-clean check-export
+.PHONY: help reproduce test lab docs bench outputs readme export clean setup needs hooks release check-clean check-export check-style
 help:
 	@echo "make reproduce   run every experiment's quick preset, print the scorecard, write report/index.html"
-	@echo "make test        notebooks clean, export in sync, nbdev_test, pytest"
+	@echo "make test        notebooks clean, export in sync, style and types, nbdev_test, pytest"
 	@echo "make lab         open the notebooks in JupyterLab; ARGS=\"--no-browser\" passes options on"
 	@echo "make docs        build the site (wants Quarto)"
 	@echo "make bench       measure speed against peers and the machine's limit"
@@ -22,6 +22,8 @@ help:
 	@echo "make outputs     execute the notebooks and save their outputs"
 	@echo "make readme      write README.md from nbs/index.ipynb"
 	@echo "make setup       only the environment; TORCH=\"...\" takes the line that pytorch.org gives for your GPU"
+	@echo "make hooks       git hooks for this clone: notebooks merge by cells, commits are looked at first"
+	@echo "make release     build, check and tag the version of settings.ini; nothing is uploaded"
 	@echo "make clean       remove the environment and everything that was built"
 
 needs:
@@ -36,7 +38,7 @@ reproduce: setup
 	@$(BIN)/fact report
 
 # Two processes: nbdev_test by itself, pytest by pytest-xdist (7 minutes instead of 13 on two cores).
-test: setup check-clean check-export
+test: setup check-clean check-export check-style
 	@OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
 
@@ -44,6 +46,10 @@ check-clean: setup
 	@$(BIN)/python tools/check.py clean
 check-export: setup
 	@$(BIN)/python tools/check.py export
+check-style: setup
+	@$(BIN)/ruff check --quiet nbs fact_nb tools
+	@$(BIN)/python tools/style.py
+	@$(BIN)/mypy
 
 lab: setup
 	@$(BIN)/python -m ipykernel install --sys-prefix --name fact_nb --display-name "Python (fact_nb)" >/dev/null
@@ -68,6 +74,12 @@ outputs: setup
 readme: setup
 	@$(BIN)/python tools/readme.py
 
+hooks: setup
+	@$(BIN)/python tools/hooks.py
+
+release: test
+	@$(BIN)/python tools/release.py
+
 clean:
-	@rm -rf $(VENV) _docs _proc build dist report *.egg-info .pytest_cache
+	@rm -rf $(VENV) _docs _proc build dist report *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find nbs fact_nb tests tools \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def report(tmp_path_factory):
     "The report of the committed results."
     path = tmp_path_factory.mktemp("report") / "index.html"
-    code = f"from fact_nb.report import write_report; write_report({str(path)!r}, results={str(path.parent)!r})"
+    code = f"from fact_nb.lab.report import write_report; write_report({str(path)!r}, results={str(path.parent)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=600)
     return path
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fact_nb.data import cache
-from fact_nb.data.cache import DATASETS, DataSet, DataUnavailable, Form
+from fact_nb.data.cache import DATASETS, DataSet, DataUnavailable, DataForm
 
 GOOD = b"the right bytes " * 1000
 SHA = hashlib.sha256(GOOD).hexdigest()
@@ -80,7 +80,7 @@ def no_sockets(monkeypatch):
 
 
 def toy(monkeypatch, *homes, sha=SHA, npm="", name="toy"):
-    form = Form("plain", {f"{name}/a.bin": sha}, homes=homes) if not npm else Form("npm", {f"{name}/{npm}": sha}, npm="toy-data@1.0.0")
+    form = DataForm("plain", {f"{name}/a.bin": sha}, homes=homes) if not npm else DataForm("npm", {f"{name}/{npm}": sha}, npm="toy-data@1.0.0")
     data = DataSet(name, "Toy", "none", (form,))
     monkeypatch.setitem(DATASETS, name, data)
     return data
@@ -347,7 +347,8 @@ def test_fact_data_must_name_a_folder(world, monkeypatch, server, there):
 
 def test_a_cache_that_cannot_be_written_is_still_read(world, monkeypatch, server):
     toy(monkeypatch, server.url); put(world / "cache")
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **k: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    def denied(**k): raise PermissionError(13, "Permission denied")
+    for name in ("mkdtemp", "mkstemp"): monkeypatch.setattr(tempfile, name, denied)
     assert cache.obtain("toy").folder == world / "cache"
     with pytest.warns(UserWarning, match="could not be kept in .*Permission denied.*set FACT_CACHE"): assert not cache.save_arrays(world / "cache/decoded/a.npz", {})
     (world / "cache/toy/a.bin").unlink()

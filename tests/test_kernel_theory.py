@@ -5,11 +5,11 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from fact_nb.core import rel_err
+from fact_nb.linalg import rel_err
 from fact_nb.experiments import kernel_theory as k
-from fact_nb.kernels import Gaussian
-from fact_nb.protocol import Context, UsageError, override
-from fact_nb.protocol import run as run_experiment
+from fact_nb.machines.kernels import Gaussian
+from fact_nb.lab.experiment import Context, UsageError, override
+from fact_nb.lab.workers import run_experiment
 
 SMALL = k.Config(kernels=("quadratic",), n=6, d=3, c=2)
 

@@ -1,15 +1,16 @@
 "Kernels against double loops and autograd (torch only), over seeds, forms of the metric, and bad input."
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from fact_nb.core import psd_power
-from fact_nb.kernels import (Exponential, ExpPower, Gaussian, GeneralizedExponential, Kernel, Laplace, LowRank, Polynomial, Quadratic, as_points, blocks,
+from fact_nb.linalg import psd_power
+from fact_nb.machines import kernels
+from fact_nb.machines.kernels import (Exponential, ExpPower, Gaussian, GeneralizedExponential, Kernel, Laplace, LowRank, Polynomial, Quadratic, as_points, blocks,
                              check_kernel, kernel_matmul, median_bandwidth, transform)
-from fact_nb.rfm import fact
+from fact_nb.machines.gradients import kernel_fact, fact_core
 
 F64 = torch.float64
 REFERENCE = {  # each from its definition, on one pair of points
@@ -211,7 +212,7 @@ def test_custom_kernel_needs_two_functions():
 @pytest.mark.parametrize("M", [torch.tensor([1., 1., -.1]), torch.diag(torch.tensor([1., 1., -.1])), torch.tensor([[0., 1., 0.], [1., 0., 0.], [0., 0., 1.]])])
 def test_a_metric_with_negative_eigenvalues_is_refused(kernel, M):
     X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    says = "has negative eigenvalues.*psd_power.M, 1., negative='clip'. of fact_nb.core"
+    says = "has negative eigenvalues.*psd_power.M, 1., negative='clip'. of fact_nb.linalg"
     for call in (lambda: kernel(X, None, M), lambda: kernel.value_and_coef(X, None, M), lambda: kernel_matmul(kernel, X, None, M, torch.ones(5))):
         with pytest.raises(ValueError, match=says): call()
     good = M.clamp(min=0) if M.ndim == 1 else psd_power(M, 1., negative="clip")
@@ -222,4 +223,65 @@ def test_rounding_does_not_make_a_metric_indefinite():
     g = torch.Generator().manual_seed(0)
     X, W = torch.randn(6, 40, generator=g), torch.randn(2, 40, generator=g)
     for M in (W.T @ W, torch.zeros(40, 40), torch.ones(40) * 1e-30): assert torch.isfinite(Laplace(1.)(X, None, M)).all()
-    with pytest.raises(ValueError, match="eigenvalues"): fact(Laplace(1.), X, torch.ones(6, 1), -torch.eye(40))
+    with pytest.raises(ValueError, match="eigenvalues"): kernel_fact(Laplace(1.), X, torch.ones(6, 1), -torch.eye(40))
+
+
+def far_and_twice(seed=0, n=600, d=12):
+    "Most rows close together, twenty far away, each of these twice, with opposite targets and so with a large α."
+    g = torch.Generator().manual_seed(seed)
+    X, a, W = (torch.randn(*s, generator=g, dtype=F64) for s in ((n, d), (n, 2), (d, d)))
+    X[:20] *= 1000
+    a[:20] *= 1000                                          # 1/ρ at ρ = 1e-3
+    X[20:40], a[20:40] = X[:20], -a[:20]
+    return X, a, W @ W.T / d
+
+
+def exact_fact(X, a, M, L):
+    "FACT of the Laplace kernel from differences of rows: equal rows differ by exactly 0."
+    D = X[:, None] - X[None]
+    r = torch.einsum("ijd,de,ije->ij", D, M, D).clamp(min=0).sqrt()
+    C = torch.where((D == 0).all(-1), 0., -torch.exp(-r / L) / (L * r))
+    return M @ torch.einsum("ij,ijd,ije->de", C * (a @ a.T), D, D) / 2
+
+
+def stored_fact(X, a, M, L):
+    "FACT as a machine has it: from the coefficients that it stored with the kernel matrix."
+    X = X - X.mean(0)
+    return M @ fact_core(Laplace(L).value_and_coef(X, None, M)[1], a, X, True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_far_from_the_others_are_equal_when_they_are(seed):
+    X, a, M = far_and_twice(seed)
+    want = exact_fact(X, a, M, 2.)
+    for found in (kernel_fact(Laplace(2.), X, a, M), stored_fact(X, a, M, 2.)): assert (found - want).norm() < 1e-9 * want.norm()
+    for dtype in (F64, torch.float32):
+        K, C = Laplace(2.).value_and_coef(X.to(dtype), None, M.to(dtype))
+        assert (K[:20, 20:40].diagonal() == 1).all() and (C[:20, 20:40].diagonal() == 0).all()
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_one_line_for_all_pairs_at_the_median_norm_is_wrong_there(times, monkeypatch):
+    "It takes the rounding errors of long rows for distances; so it was once, in two variants."
+    X, a, M = far_and_twice()
+    made = kernels._with_norms
+    def at_median(A, B, s, u, same):
+        return replace(made(A, B, s, u, same), floor=times * 8 * torch.finfo(A.dtype).eps * float(s.median() + u.median()))
+    monkeypatch.setattr(kernels, "shrink_norms", lambda norms: norms)
+    monkeypatch.setattr(kernels, "_with_norms", at_median)
+    want = exact_fact(X, a, M, 2.)
+    assert (stored_fact(X, a, M, 2.) - want).norm() > .01 * want.norm()
+
+
+def test_a_registered_kernel_is_found_by_name_and_a_name_is_taken_once():
+    @kernels.register_kernel(name="test_twice")
+    @dataclass(frozen=True)
+    class Twice(Kernel):
+        bandwidth: float | None = None
+        def k(self, t): return torch.exp(-2 * t / self.bandwidth**2)
+        def dk(self, t): return -2 * self.k(t) / self.bandwidth**2
+    try:
+        assert kernels.kernel_named("test_twice") == Twice() and kernels.kernel_of(kernels.kernel_spec(Twice(3.))) == Twice(3.)
+        with pytest.raises(ValueError, match="taken by"): kernels.register_kernel(Gaussian, name="test_twice")
+    finally: del kernels.NAMES["test_twice"]
+    with pytest.raises(ValueError, match="import the module that registers it"): kernels.kernel_of(dict(name="test_twice", fields={}))

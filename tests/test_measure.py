@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fact_nb.core import cosine, rel_err, seeded
-from fact_nb.measure import measure
+from fact_nb.linalg import cosine, rel_err
+from fact_nb.runtime import seeded
+from fact_nb.networks.measure import measure
 
 QS = ("fact", "bfact", "agop", "bagop", "enfa", "benfa")
 

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fact_nb.core import cosine, rel_asymmetry, rel_err, seeded
-from fact_nb.critical import train_to_critical
-from fact_nb.measure import measure
+from fact_nb.linalg import cosine, rel_asymmetry, rel_err
+from fact_nb.runtime import seeded
+from fact_nb.networks.critical_points import train_to_critical
+from fact_nb.networks.measure import measure
 
 ce, mse = F.cross_entropy, F.mse_loss
 QS = ("fact", "bfact", "agop", "bagop", "enfa", "benfa")
@@ -504,7 +505,7 @@ def test_wide_exact_agop_is_warned_about():
 WORKER = """
 import sys, torch, torch.distributed as dist
 from torch import nn
-from fact_nb.measure import measure
+from fact_nb.networks.measure import measure
 rank, port, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 torch.manual_seed(0)

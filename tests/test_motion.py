@@ -6,13 +6,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fact_nb import motion as M
-from fact_nb.core import pearson, rel_err, seeded
+from fact_nb.networks import moving_average as M
+from fact_nb.linalg import pearson, rel_err
+from fact_nb.runtime import seeded
 from fact_nb.experiments import motion as E
-from fact_nb.models import CharTransformer, cnn, mlp
-from fact_nb.motion import Motion, flow_rate
-from fact_nb.protocol import Context, UsageError, override, replace, run
-from fact_nb.train import Recipe, cross_entropy, train
+from fact_nb.networks.models import CharTransformer, cnn, mlp
+from fact_nb.networks.moving_average import Motion, flow_rate
+from fact_nb.lab.experiment import Context, UsageError, override, replace
+from fact_nb.lab.workers import run_experiment as run
+from fact_nb.lab.image_networks import images
+from fact_nb.networks.training import Recipe, cross_entropy, train
 
 TURN = dict(forward=lambda W: W, backward=lambda W: W.T)
 OPTIONS = [dict(), dict(momentum=.9), dict(momentum=.9, nesterov=True), dict(momentum=.7, dampening=.4), dict(momentum=.5, maximize=True), dict(maximize=True)]
@@ -62,7 +65,7 @@ def test_average_by_its_formula(every, fused):
 
 def test_names_and_kinds_of_layers():
     "Convolutions, embeddings, attention and tied weights, named as measure names them."
-    from fact_nb.measure import measure
+    from fact_nb.networks.measure import measure
     with seeded(2): nets = [(cnn(3, (4, 4), size=8, inputs=1), torch.randn(6, 1, 8, 8), torch.randn(6, 3), F.mse_loss), (CharTransformer(7, 8, context=5), torch.randint(0, 7, (6, 5)), torch.randint(0, 7, (6, 5)), cross_entropy)]
     for net, X, Y, loss in nets:
         net = net.double(); X = X.double() if X.is_floating_point() else X; Y = Y.double() if Y.is_floating_point() else Y
@@ -150,7 +153,7 @@ def rows(cfg, tmp_path, **unit):
 
 def test_settings_of_the_experiment_change_it(tmp_path, monkeypatch):
     counter = iter(range(100)); fresh = lambda: (tmp_path / str(next(counter)))
-    monkeypatch.setattr(E, "images", lambda name, n=0: images("digits", n)); images = E.depth.images
+    monkeypatch.setattr(E, "images", lambda name, n=0: images("digits", n))
     monkeypatch.setattr(E, "costs", lambda *a: [])
     go = lambda dataset="digits", **kw: rows(replace(SMALL, **kw), fresh(), part="network", dataset=dataset, seed=0)
     base = go(); value = lambda d, c="average": d[(d.kind == "look") & (d.epoch == d.epoch.max())][c].tolist()
@@ -180,11 +183,11 @@ def test_what_belongs_to_other_experiments_is_refused(field):
 @pytest.mark.parametrize("swap", ["noise", "reversed", "shuffled"])
 def test_quick_fails_when_the_gradient_is_not_the_loss_gradient(swap, tmp_path, monkeypatch):
     "The average of something else than FACT is found out: noise of the same size, the wrong sign, another sample's pairing."
-    look, g = M.look, torch.Generator().manual_seed(0)
+    look, g = M.take_look, torch.Generator().manual_seed(0)
     def wrong(t, A, H, decay):
         other = dict(noise=lambda: torch.randn(H.shape, generator=g) * H.norm() / H.numel()**.5, reversed=lambda: -H, shuffled=lambda: H[torch.randperm(len(H), generator=g)])[swap]()
         look(t, A, other, decay)
-    monkeypatch.setattr(M, "look", wrong); monkeypatch.setattr(E, "costs", lambda *a: [dict(kind="cost", quantity=f"{q}, forward", share=0.) for q in E.KINDS])
+    monkeypatch.setattr(M, "take_look", wrong); monkeypatch.setattr(E, "costs", lambda *a: [dict(kind="cost", quantity=f"{q}, forward", share=0.) for q in E.KINDS])
     r = run(E.experiment, "quick", ["epochs=25", "exact_epochs=2"], results=tmp_path, progress=False, device="cpu")
     assert E.judge_change(r).verdict == "differs" and E.judge_tracks(r).verdict == "differs" and E.judge_exact(r).verdict == "differs"
 

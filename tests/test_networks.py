@@ -8,7 +8,7 @@ import time
 import pandas as pd
 import pytest
 
-from fact_nb.store import Store
+from fact_nb.lab.store import Store
 
 SMALL = ["--preset", "cpu", "--quiet", "--set", "datasets=digits", "--set", "seeds=2", "--set", "n=200", "--set", "width=16", "--set", "hidden=2"]
 RUNS = dict(depth=["run", "depth", *SMALL, "--set", "at_paper=", "--set", "epochs=100", "--set", "polish=300", "--set", "window=200"],

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fact_nb.core import pearson, rel_err, seeded
-from fact_nb.critical import train_to_critical
+from fact_nb.linalg import pearson, rel_err
+from fact_nb.runtime import seeded
+from fact_nb.networks.critical_points import train_to_critical
 from fact_nb.experiments import no_decay as exp
-from fact_nb.models import CharTransformer, cnn, mlp
-from fact_nb.no_decay import MeanStep, adam_step, dual_fact, dual_weights, min_norm_point, output_jacobian
-from fact_nb.protocol import Context, UsageError, override
-from fact_nb.train import Recipe, cross_entropy, train
+from fact_nb.networks.models import CharTransformer, cnn, mlp
+from fact_nb.networks.zero_decay import MeanStep, adam_step, dual_fact, dual_weights, min_norm_point, output_jacobian
+from fact_nb.lab.experiment import Context, UsageError, override
+from fact_nb.networks.training import Recipe, cross_entropy, train
 
 SMALL = replace(exp.presets["quick"], images=60, width=8, steps=(60, 60), kappas=(1.,), taus=(3.,), motion_lrs=(.02,), motion_time=.4)
 context = lambda path: Context(torch.device("cpu"), Path(path), False)

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from fact_nb.experiments import parity, phase_transition
-from fact_nb.protocol import Context, UsageError, override, run
-from fact_nb.rfm import Settings
-from fact_nb.kernels import Gaussian
-from fact_nb.data.synthetic import sparse_parity
+from fact_nb.lab.experiment import Context, UsageError, override
+from fact_nb.lab.workers import run_experiment as run
+from fact_nb.lab.parities import follow
+from fact_nb.machines.rfm import RFM
+from fact_nb.machines.kernels import Gaussian
+from fact_nb.data.synthetic import Parity, sparse_parity
 
 SMALL = replace(parity.presets["quick"], d=14, n_test=200, ks=(1, 2, 3), ns=(80, 100, 400), seeds=1, ridges=(1e-6, 1e-2), later=3, need_ns=(350,), need_iters=5)
 
@@ -37,7 +39,7 @@ def test_presets_are_the_papers():
 
 
 def test_a_killed_unit_continues_and_ends_the_same(tmp_path):
-    code = ("import torch; from pathlib import Path; from fact_nb.experiments.parity import *; from fact_nb.protocol import Context\n"
+    code = ("import torch; from pathlib import Path; from fact_nb.experiments.parity import Config, run_unit; from fact_nb.lab.experiment import Context\n"
             f"run_unit(Config(d=30, iters=15, n_test=100), dict(part='learn', k=2, n=700, method='fact', seed=0), Context(torch.device('cpu'), Path({str(tmp_path)!r}), False))")
     job = subprocess.Popen([sys.executable, "-c", code])
     while not (tmp_path / "state").exists() and job.poll() is None: time.sleep(.02)
@@ -113,16 +115,16 @@ def test_the_support_is_permuted_with_the_data():
     "Relabelling the coordinates relabels M and nothing else."
     P = sparse_parity(150, 12, 2, 100, 3)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    Q = parity.Parity(P.X[:, order], P.y, P.X_test[:, order], P.y_test, torch.argsort(order)[P.support])
-    s = Settings(Gaussian(5.), iters=3, ridge=1e-6)
-    a, b = parity.follow(s, P).history[-1], parity.follow(s, Q).history[-1]
+    Q = Parity(P.X[:, order], P.y, P.X_test[:, order], P.y_test, torch.argsort(order)[P.support])
+    s = RFM(Gaussian(5.), iters=3, ridge=1e-6)
+    a, b = follow(s, P).history[-1], follow(s, Q).history[-1]
     assert torch.allclose(a["M"][order][:, order], b["M"], rtol=1e-4, atol=1e-6) and abs(a["frob_share"] - b["frob_share"]) < 1e-4
 
 
 def test_a_run_that_breaks_ends_with_its_last_good_iterate():
     P = sparse_parity(1200, 8, 2, 50, 0)                            # 256 corners: duplicates, singular at ridge 0
-    with pytest.raises(ValueError, match="raise the ridge"): parity.follow(Settings(Gaussian(5.), iters=3, ridge=0., solver="cholesky"), P)
-    free = parity.follow(Settings(Gaussian(5.), iters=30, ridge=1e-16, normalize=None, geometric=False, solver="direct"), P)
+    with pytest.raises(ValueError, match="raise the ridge"): follow(RFM(Gaussian(5.), iters=3, ridge=0., solver="cholesky"), P)
+    free = follow(RFM(Gaussian(5.), iters=30, ridge=1e-16, normalize=None, geometric=False, solver="direct"), P)
     assert all("accuracy" in h for h in free.history) and free.done
 
 

@@ -4,16 +4,20 @@ import os
 import re
 import subprocess
 import sys
+import warnings
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fact_nb.core import device
+from fact_nb.lab.cli import main
+from fact_nb.runtime import device
 from fact_nb.data.cache import available
-from fact_nb.protocol import Context, find, plain, registry
-from fact_nb.scorecard import COMMITTED, HERE, UNKNOWN, as_text, gather, origin, scorecard, verdict_of
-from fact_nb.store import Store, made_here, read_record, sign, write_record
+from fact_nb.lab.experiment import Context, find, plain, registry
+from fact_nb.lab.scorecard import COMMITTED, HERE, UNKNOWN, as_text, gather, origin, scorecard, verdict_of
+from fact_nb.lab.store import DamagedResult, Store, made_here, read_record, sign, unit_key, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 # per experiment: a unit that takes seconds, the columns that must agree, and for networks trained by SGD, whose steps differ from one processor to the next, how closely and in which rows
@@ -64,6 +68,46 @@ def test_committed_results_carry_provenance():
     for p in (ROOT / "results").glob("*/cpu.json"):
         rec = json.loads(p.read_text())
         assert {"torch", "device", "seconds", "peak_memory", "commits", "date"} <= set(rec["provenance"]), p
+
+
+@pytest.mark.parametrize("whole", sorted((ROOT / "results").glob("*/*.json")), ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_committed_file_is_whole_and_where_it_belongs(whole):
+    "All of it is JSON, checksums hold, and a unit lies under the key of its own parameters."
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DamagedResult)
+        record = read_record(whole)
+        if whole.parent.name == "bench": return
+        units = {k: read_record(whole.parent / record.get("folder", whole.stem) / f"{k}.json") for k in record["units"]}
+    assert record["experiment"] == whole.parent.name and record["label"] == whole.stem
+    assert units and None not in units.values()
+    assert {k: unit_key(u["unit"]) for k, u in units.items()} == {k: k for k in units}
+
+
+def test_every_committed_unit_belongs_to_a_whole():
+    for folder in (p for p in (ROOT / "results").glob("*/*") if p.is_dir()):
+        listed = {k for w in folder.parent.glob("*.json") for k in read_record(w).get("units", ())}
+        assert {p.name.removesuffix(".json") for p in folder.glob("*.json")} <= listed, folder
+
+
+@pytest.mark.parametrize("git_is_there", [True, False])
+def test_a_report_reads_each_file_once_and_asks_each_judge_once(tmp_path, monkeypatch, capsys, git_is_there):
+    asked, read, real = Counter(), Counter(), Path.read_bytes
+    def counted(exp, id, judge):
+        def ask(r):
+            asked[exp.name, id, r.label] += 1
+            return judge(r)
+        return ask
+    def counting(path):
+        if path.is_relative_to(ROOT / "results"): read[path] += 1
+        return real(path)
+    exps = {n: replace(e, figures={}, judges={id: counted(e, id, j) for id, j in e.judges.items()}) for n, e in registry().items()}
+    monkeypatch.setattr("fact_nb.lab.cli.registry", lambda: exps)
+    monkeypatch.setattr(Path, "read_bytes", counting)
+    if not git_is_there: monkeypatch.setenv("PATH", str(tmp_path))
+    main(["report", "--results", str(ROOT / "results"), "--out", str(tmp_path / "index.html")])
+    assert (tmp_path / "index.html").exists() and "fact-theorem" in capsys.readouterr().out
+    assert len(read) > 1000 and max(read.values()) == 1
+    assert {(e.name, id) for e in exps.values() for id in e.judges} <= {k[:2] for k in asked} and max(asked.values()) == 1
 
 
 def git(folder, *args):
@@ -145,7 +189,7 @@ def test_what_was_run_here_stands_beside_what_is_committed(tmp_path):
     assert re.search("^ +this machine +holds +≤ .* over 14 matrices", block[1]) and re.search(r"^ +this machine \* +holds +\[quick\+lam=0.002\] ≤ ", block[2])
     assert re.search("^ +this machine +too small to judge", re.search(r"^fact-any-matrix .*\n( .*\n)+", text, re.M)[0], re.M)
     assert "* with changed settings (--set): not counted" in text
-    from fact_nb.report import build
+    from fact_nb.lab.report import build
     page = build(experiments=only, runs=runs, rows=rows)
     figure = re.search(r"<figure.*?</figure>", page, re.S)[0]
     assert re.findall("<span>(.*?)</span>", figure)[1:] == ["this machine: quick", "this machine, changed settings: quick+lam=0.002"] and figure.count("<img") == 3

@@ -4,15 +4,15 @@ from pathlib import Path
 import pytest
 
 from fact_nb.experiments import separation
-from fact_nb.protocol import UsageError, override
-from fact_nb.store import Store
+from fact_nb.lab.experiment import UsageError, override
+from fact_nb.lab.store import Store
 
 
 @pytest.mark.parametrize("change, message", [
     ("ps=0.5", r"ps must stay below τ²/36 = 1.1e-05, it is 0.5: .*every network meets it; lower ps or raise tau"),
     ("ps=1e-6,1e-4", "it is 0.0001"), ("tau=0.001", "below τ²/36 = 2.8e-08")])
 def test_settings_that_any_network_would_pass_are_refused(change, message, tmp_path):
-    with pytest.raises(UsageError, match=message): separation.run("quick", overrides=[change], results=tmp_path, progress=False)
+    with pytest.raises(UsageError, match=message): separation.experiment.run("quick", overrides=[change], results=tmp_path, progress=False)
     assert not list(tmp_path.rglob("*.json"))
 
 

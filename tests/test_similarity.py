@@ -8,9 +8,9 @@ import torch
 
 from fact_nb.data.synthetic import modular
 from fact_nb.experiments import similarity as s
-from fact_nb.kernels import Exponential, Gaussian, Quadratic
-from fact_nb.protocol import Context, UsageError, override
-from fact_nb.protocol import run as run_experiment
+from fact_nb.machines.kernels import Exponential, Gaussian, Quadratic
+from fact_nb.lab.experiment import Context, UsageError, override
+from fact_nb.lab.workers import run_experiment
 
 TINY = s.Config(p=7, fraction=.6, other_p=7, other_fraction=.6, iters=3, nfa_iters=2, looks=2, tasks=("add", "parity"), kernels=("quadratic", "exponential"), seeds=1)
 UNIT = dict(task="add", kernel="quadratic", method="fact", seed=0)

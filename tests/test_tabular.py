@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from fact_nb import protocol
+from fact_nb.lab import experiment as protocol
+from fact_nb.lab.workers import run_experiment
 from fact_nb.data import uci
 from fact_nb.data.cache import available
 from fact_nb.data.uci import stand_in
 from fact_nb.experiments import tabular
-from fact_nb.store import Store
-from fact_nb.tabular import METHODS, Memo, Rules, Search, leak_free, published, reference
-from fact_nb.tabular import solve_sketched as sketched
+from fact_nb.lab.store import Store
+from fact_nb.machines.batched import METHODS, Memo, Rules, Search, leak_free, published, reference
+from fact_nb.machines.batched import solve_sketched as sketched
 
 CORPUS = pytest.mark.skipif(not available("uci"), reason="the UCI corpus is not on this machine: fact data uci")
 SMALL = ["tables=iris,wine,zoo,hayes-roth,teaching", "leak_free_n=140", "iters=2", "ridges=1.0,0.1"]     # seven units of a fraction of a second
@@ -75,14 +76,14 @@ def test_large_tables_by_triangle_by_refinement_by_a_sketch_and_by_blocks_give_t
     base = without_seconds(published(Rules(), T))
     monkeypatch.setattr(Search, "small", False)
     assert without_seconds(published(Rules(), T)) == base
-    monkeypatch.setattr("fact_nb.tabular.REFINE", 10)
+    monkeypatch.setattr("fact_nb.machines.batched.REFINE", 10)
     assert without_seconds(published(Rules(), T)) == base
     used = []
-    monkeypatch.setattr("fact_nb.tabular.SKETCH", 10)
-    monkeypatch.setattr("fact_nb.tabular.solve_sketched", lambda *a: used.append(sketched(*a)) or used[-1])
+    monkeypatch.setattr("fact_nb.machines.batched.SKETCH", 10)
+    monkeypatch.setattr("fact_nb.machines.batched.solve_sketched", lambda *a: used.append(sketched(*a)) or used[-1])
     assert without_seconds(published(Rules(), T)) == base
     assert len(used) > 50 and sum(a is None for a in used) < len(used) / 10
-    monkeypatch.setattr("fact_nb.tabular.BLOCKED", 10)
+    monkeypatch.setattr("fact_nb.machines.batched.BLOCKED", 10)
     assert without_seconds(published(Rules(), T)) == base
 
 
@@ -111,7 +112,7 @@ def test_leak_free_learns_from_training_rows_alone():
 
 @pytest.mark.parametrize("setting", ["iters=1", "ridges=10.0", "bandwidth=0.5", "methods=kernel,fact"])
 def test_settings_change_rows(setting, tmp_path):
-    go = lambda *s: protocol.run(tabular.experiment, "quick", [*(["tables=heart-va"] if available("uci") else []), "leak_free_n=0", *s], results=tmp_path, progress=False).df
+    go = lambda *s: run_experiment(tabular.experiment, "quick", [*(["tables=heart-va"] if available("uci") else []), "leak_free_n=0", *s], results=tmp_path, progress=False).df
     a, b = go(), go(setting)
     columns = ["method", "accuracy", "ridge", "iterate", "validation"]
     assert without_seconds(a[columns].to_dict("records")) != without_seconds(b[columns].to_dict("records"))
@@ -143,7 +144,7 @@ FOLDER = "quick+ridges=1-0.1+iters=2"
 
 @CORPUS
 def test_processes_and_dask_give_what_one_process_gives(tmp_path):
-    go = lambda where, **kw: protocol.run(tabular.experiment, "quick", SMALL, results=tmp_path / where, progress=False, **kw)
+    go = lambda where, **kw: run_experiment(tabular.experiment, "quick", SMALL, results=tmp_path / where, progress=False, **kw)
     go("one"); go("two", workers=2)
     distributed = pytest.importorskip("distributed")
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
@@ -154,7 +155,7 @@ def test_processes_and_dask_give_what_one_process_gives(tmp_path):
 
 
 def test_no_dask_and_no_scheduler_are_one_line(monkeypatch, tmp_path):
-    go = lambda **kw: protocol.run(tabular.experiment, "quick", results=tmp_path, progress=False, **kw)
+    go = lambda **kw: run_experiment(tabular.experiment, "quick", results=tmp_path, progress=False, **kw)
     with pytest.raises(protocol.UsageError, match="no Dask scheduler answers at tcp://127.0.0.1:9"):
         monkeypatch.setattr("distributed.Client", lambda *a, **k: (_ for _ in ()).throw(OSError("refused")))
         go(engine="dask", scheduler="tcp://127.0.0.1:9")
@@ -187,7 +188,7 @@ def test_a_longer_run_continues_a_shorter_one(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(tabular, "examine", lambda cfg, unit, T, ctx: seen.append(T.name) or [dict(method="kernel", accuracy=.5)])
     monkeypatch.setattr(tabular, "count_tables", lambda: protocol.Output([dict(readable=120)]))
-    go = lambda *s: protocol.run(small, "cpu", s, results=tmp_path, progress=False, workers=1)
+    go = lambda *s: run_experiment(small, "cpu", s, results=tmp_path, progress=False, workers=1)
     go("max_n=120"); go(); go("max_n=200")
     assert seen == ["zoo", "iris", "wine"]
     assert Store(tmp_path).labels("tabular") == ["cpu", "cpu+max_n=120", "cpu+max_n=200"]
@@ -198,7 +199,7 @@ def test_a_search_interrupted_inside_a_table_goes_on_there(tmp_path, monkeypatch
     T, rules = uci.load("glass", download=False), Rules(ridges=(1., .1), iters=2)
     monkeypatch.setattr(Search, "small", False)
     whole, calls = without_seconds(published(rules, T)), []
-    from fact_nb import tabular as exam
+    from fact_nb.machines import batched as exam
     walk = exam.walk
     monkeypatch.setattr(exam, "walk", lambda s, m, r, M: calls.append((m, r)) or (walk(s, m, r, M) if len(calls) != 4 else (_ for _ in ()).throw(KeyboardInterrupt)))
     with pytest.raises(KeyboardInterrupt): published(rules, T, Memo(tmp_path / "memo.pt", "glass", every=0))
@@ -213,7 +214,7 @@ def test_a_damaged_table_is_named_and_the_rest_completes(tmp_path, monkeypatch, 
         if name == "zoo": raise ValueError("zoo/zoo_R.dat is damaged: 3 rows of 18 numbers, expected 101 of 18")
         return load(name, download)
     monkeypatch.setattr(tabular, "load", damaged)
-    go = lambda: protocol.run(tabular.experiment, "quick", SMALL, results=tmp_path, progress=False, resume=True)
+    go = lambda: run_experiment(tabular.experiment, "quick", SMALL, results=tmp_path, progress=False, resume=True)
     r = go()
     assert any("zoo was left out: zoo/zoo_R.dat is damaged" in str(w.message) for w in recwarn)
     assert set(tabular.marks(r).index) == {"iris", "wine", "hayes-roth", "teaching"}
@@ -226,7 +227,7 @@ def test_a_damaged_table_is_named_and_the_rest_completes(tmp_path, monkeypatch, 
 
 def test_without_the_corpus_quick_uses_scikit_learn_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(tabular, "available", lambda name: False)
-    r = protocol.run(tabular.experiment, "quick", ["iters=1", "leak_free_n=0"], results=tmp_path, progress=False)
+    r = run_experiment(tabular.experiment, "quick", ["iters=1", "leak_free_n=0"], results=tmp_path, progress=False)
     assert set(r.df.source) == {"scikit-learn"} and set(r.df.table) == {"iris", "wine", "breast_cancer"}
 
 

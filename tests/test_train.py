@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fact_nb import train as T
-from fact_nb.core import seeded
+from fact_nb.networks import training as T
+from fact_nb.runtime import seeded
 from fact_nb.data.synthetic import one_hot
-from fact_nb.models import mlp
-from fact_nb.train import Batches, Recipe, residuals, save_atomic, train
+from fact_nb.networks.models import mlp
+from fact_nb.networks.training import Batches, Recipe, residuals, train
 
 # A process of its own: it forks children that train, kills them at random moments, and lets the last one finish.
 KILLER = r'''
@@ -25,8 +25,8 @@ import torch
 torch.set_num_threads(1)
 from torch import nn
 from torch.nn import functional as F
-from fact_nb.core import seeded
-from fact_nb.train import Recipe, train
+from fact_nb.runtime import seeded
+from fact_nb.networks.training import Recipe, train
 
 path, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -56,7 +56,7 @@ while len(hits) < kills:
     time.sleep(rnd.uniform(0, 1.5 * duration / kills))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    at = torch.load(path, weights_only=True) if os.path.exists(path) else dict(epoch=0, phase="none")
+    at = torch.load(path, weights_only=True)["state"] if os.path.exists(path) else dict(epoch=0, phase="none")
     hits.append([at["phase"], at["epoch"]])
     if at["phase"] == "done": break
 print(json.dumps(dict(same=run(path) == whole, hits=hits)))
@@ -104,15 +104,17 @@ def test_a_fault_while_writing_leaves_the_old_checkpoint(tmp_path, monkeypatch, 
     with monkeypatch.context() as m:
         m.setattr(place, name, failing)
         with pytest.raises(OSError, match="disk full"): train(model, F.mse_loss, X, y, r, checkpoint=path, progress=False)
-    assert torch.load(path, weights_only=True)["epoch"] == 1
+    assert torch.load(path, weights_only=True)["state"]["epoch"] == 1
     model = small()[0]
     again = train(model, F.mse_loss, X, y, r, checkpoint=path, progress=False)
     assert again.rows == whole.rows and all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.model.parameters()))
 
 
-def test_save_atomic_makes_folders_and_leaves_no_litter(tmp_path):
-    save_atomic({"a": torch.ones(2)}, tmp_path / "new" / "x.pt")
-    assert torch.equal(torch.load(tmp_path / "new" / "x.pt", weights_only=True)["a"], torch.ones(2))
+def test_a_checkpoint_makes_its_folder_and_leaves_no_litter(tmp_path):
+    model, y, X, r = small()
+    train(model, F.mse_loss, X, y, r, checkpoint=tmp_path / "new" / "x.pt", progress=False)
+    kept = torch.load(tmp_path / "new" / "x.pt", weights_only=True)["state"]["model"]
+    assert all(torch.equal(kept[k], v) for k, v in model.state_dict().items())
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.pt"]
 
 
@@ -153,7 +155,7 @@ def test_nonfinite_stops_with_the_last_good_checkpoint(tmp_path, phase):
         with pytest.raises(FloatingPointError, match=rf"loss is nan or inf at step {bad_step} .*phase {phase}.*last good checkpoint is"):
             train(model, loss, X, y, r, checkpoint=path, progress=False)
     finally: T.evaluate = real
-    kept = torch.load(path, weights_only=True)
+    kept = torch.load(path, weights_only=True)["state"]
     assert kept["phase"] == phase and kept["epoch"] == dict(sgd=1, polish=3)[phase]
     assert all(torch.isfinite(v).all() for v in kept["model"].values())
 
@@ -167,7 +169,7 @@ def test_weights_that_overflow_in_the_last_step_are_not_saved(tmp_path):
             with torch.no_grad(): model[0].weight[0, 0] = math.inf
     overflow.unit = "step"
     with pytest.raises(FloatingPointError, match="a weight is nan or inf"): train(model, F.mse_loss, X, y, r, callbacks=[overflow], checkpoint=path, progress=False)
-    assert torch.isfinite(torch.load(path, weights_only=True)["model"]["0.weight"]).all()
+    assert torch.isfinite(torch.load(path, weights_only=True)["state"]["model"]["0.weight"]).all()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fact_nb.core import seeded
-from fact_nb.models import CharTransformer, TwoLayerQuadratic, cnn, deep_linear, mlp
-from fact_nb.train import Batches, Recipe, cross_entropy, train
-from fact_nb.watch import Watch
+from fact_nb.runtime import seeded
+from fact_nb.networks.models import CharTransformer, TwoLayerQuadratic, cnn, linear_network, mlp
+from fact_nb.networks.training import Batches, Recipe, cross_entropy, train
+from fact_nb.networks.watch import Watch
 
 
 def cases():
@@ -21,7 +21,7 @@ def cases():
         yield "cnn", cnn(3, (4, 4), size=8, inputs=1), torch.randn(12, 1, 8, 8), torch.randn(12, 3), F.mse_loss
         yield "transformer", CharTransformer(7, 8, context=5), torch.randint(0, 7, (12, 5)), torch.randint(0, 7, (12, 5)), cross_entropy
         yield "quadratic", TwoLayerQuadratic(4, 5), torch.randn(12, 4), torch.randn(12, 1), F.mse_loss
-        yield "linear", deep_linear(4, 2, 6, L=3), torch.randn(12, 4), torch.randn(12, 2), F.mse_loss
+        yield "linear", linear_network(4, 2, 6, L=3), torch.randn(12, 4), torch.randn(12, 2), F.mse_loss
 
 
 CASES = {name: rest for name, *rest in cases()}

@@ -1,6 +1,8 @@
-"""Execute the notebooks and save their outputs. Cells flagged slow, gpu or `eval: false` keep the outputs they have.
+"""Execute the notebooks and save their outputs.
 
-usage: python tools/outputs.py [--slow] [notebook …]      without names: all of nbs/; --slow: run cells flagged slow too
+usage: python tools/outputs.py [--slow] [notebook …]      without names: all of nbs/
+
+Cells flagged slow, gpu or `eval: false` keep the outputs they have; `--slow` runs the slow ones.
 """
 import re
 import subprocess
@@ -14,41 +16,55 @@ from nbclient.exceptions import CellExecutionError
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-CFG = ConfigParser(delimiters=["="])
-CFG.read(ROOT / "settings.ini")
-FLAGS = CFG["DEFAULT"]["tst_flags"].split()
+SETTINGS = ConfigParser(delimiters=["="])
+SETTINGS.read(ROOT / "settings.ini")
+FLAGS = SETTINGS["DEFAULT"]["tst_flags"].split()
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-def skipped(source: str) -> bool:
+def skipped(source: str, flags: list[str]) -> bool:
     "Is this cell flagged so that the tests do not run it either?"
-    flags = re.findall(r"^#\|[ \t]*(\w+):?[ \t]*(\S*)", source, re.M)
-    return any(name in FLAGS or (name, value) == ("eval", "false") for name, value in flags)
+    found = re.findall(r"^#\|[ \t]*(\w+):?[ \t]*(\S*)", source, re.M)
+    return any(name in flags or (name, value) == ("eval", "false") for name, value in found)
 
 
-def execute(path: Path) -> None:
+def for_the_page(output: dict) -> bool:
+    "Progress bars and warnings go to stderr: they are for the person at the screen."
+    return output.get("name") != "stderr" and WIDGET not in output.get("data", {})
+
+
+def execute(path: Path, flags: list[str]) -> None:
     nb = nbformat.read(path, 4)
     run = nbformat.from_dict(nb)
     for c in run.cells:
-        if c.cell_type == "code" and skipped(c.source): c.source = ""
-    NotebookClient(run, timeout=1200, kernel_name="python3", resources=dict(metadata=dict(path=str(path.parent)))).execute()
+        if c.cell_type == "code" and skipped(c.source, flags):
+            c.source = ""
+    where = dict(metadata=dict(path=str(path.parent)))
+    NotebookClient(run, timeout=1200, kernel_name="python3", resources=where).execute()
     for old, new in zip(nb.cells, run.cells):
-        if old.cell_type != "code" or skipped(old.source): continue
-        # progress bars and warnings go to stderr: they are for the person at the screen, not for the page
-        old.outputs = [o for o in new.outputs if o.get("name") != "stderr" and "application/vnd.jupyter.widget-view+json" not in o.get("data", {})]
+        if old.cell_type != "code" or skipped(old.source, flags): continue
+        old.outputs = [o for o in new.outputs if for_the_page(o)]
     nbformat.write(nb, path)
-    subprocess.run([Path(sys.executable).with_name("nbdev_clean"), "--fname", str(path)], check=True, cwd=ROOT)
+    clean = Path(sys.executable).with_name("nbdev_clean")
+    subprocess.run([clean, "--fname", str(path)], check=True, cwd=ROOT)
 
 
-def main(names: list[str]) -> int:
-    if "--slow" in names: FLAGS.remove("slow"); names.remove("--slow")
-    paths = [Path(n).resolve() for n in names] or sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+def main(words: list[str]) -> int:
+    flags = [f for f in FLAGS if f != "slow" or "--slow" not in words]
+    named = [Path(w).resolve() for w in words if not w.startswith("--")]
+    paths = named or sorted((ROOT / "nbs").rglob("*.ipynb"))
     failed = []
-    for p in (bar := tqdm(paths)):
+    for p in (bar := tqdm([p for p in paths if ".ipynb_checkpoints" not in p.parts])):
         bar.set_description(p.name)
-        try: execute(p)
-        except CellExecutionError as e: failed.append(p.name); print(f"{p}:\n{e}", file=sys.stderr)
-    if failed: print(f"failed, left as they were: {', '.join(failed)}", file=sys.stderr)
+        try:
+            execute(p, flags)
+        except CellExecutionError as e:
+            failed.append(p.name)
+            print(f"{p}:\n{e}", file=sys.stderr)
+    if failed:
+        print(f"failed, left as they were: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
