@@ -13,7 +13,7 @@ __all__ = ['ZERO', 'CHUNK', 'SHAKES', 'BETWEEN', 'DEPTH_LOOKS', 'experiment', 'i
 # %% ../../nbs/experiments/04_deep_linear.ipynb #21060f4f
 import copy
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Protocol
 
@@ -34,6 +34,7 @@ from ..networks.measure import measure
 from ..networks.models import linear_network
 from ..networks.report import Layer, Report
 from ..networks.training import Batches, Recipe, train
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.store import Result
 
@@ -55,21 +56,16 @@ def shrunk(s: Tensor, # singular values of W*
         sigma = (s - shift * sigma.clamp(min=1e-30).pow(2 / L - 1)).clamp(min=0)
     return sigma
 
-# %% ../../nbs/experiments/04_deep_linear.ipynb #c8f43cc9
-def _grid(default: Any) -> Any:
-    "A field that only chooses units: changing it does not make the stored ones invalid."
-    return field(default=default, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/04_deep_linear.ipynb #a8ce5d26
 @dataclass(frozen=True)
 class Config:
     "Settings of the deep linear networks."
-    depths: tuple[int, ...] = _grid((2, 3, 4, 5, 6)) # L, the number of matrices
-    seeds: int = _grid(1) # 0 … seeds−1: data and initialization
-    epochs: int = _grid(200) # of SGD before the polish
-    long_epochs: int = _grid(5000) # of the paper's protocol
-    long_seeds: int = _grid(0) # how many seeds get it
-    noise: tuple[int, ...] = _grid(()) # batch sizes of SGD at the minimum; none when empty
+    depths: tuple[int, ...] = in_grid((2, 3, 4, 5, 6)) # L, the number of matrices
+    seeds: int = in_grid(1) # 0 … seeds−1: data and initialization
+    epochs: int = in_grid(200) # of SGD before the polish
+    long_epochs: int = in_grid(5000) # of the paper's protocol
+    long_seeds: int = in_grid(0) # how many seeds get it
+    noise: tuple[int, ...] = in_grid(()) # batch sizes of SGD at the minimum; none when empty
     d: int = 10 # inputs
     c: int = 5 # outputs
     width: int = 32 # h, of the inner layers

@@ -11,7 +11,7 @@ __all__ = ['EQUALITIES', 'experiment', 'polishing', 'relative_error', 'Window', 
 # %% ../../nbs/experiments/02_depth.ipynb #c122223b
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..data.images import Flat
 from ..figures import WIDTH, style
 from ..lab.experiment import DIFFERS, HOLDS, Context, Experiment, Figure, Judgement, Output
-from ..lab.experiment import IN_GRID, judge, require
+from ..lab.experiment import in_grid, judge, require
 from ..lab.image_networks import BACKWARD, FORWARD, TITLES, Networks, candidates
 from ..lab.image_networks import images, legend_below, look_of, measure_on, network, on_device
 from ..lab.image_networks import recipe, require_known, score, shown, train_on
@@ -36,9 +36,9 @@ from ..networks.training import Recipe, Training, stable_rank
 class Config(Networks):
     "Settings of the networks by depth; the defaults are the paper's."
     # data sets that are also trained once at the paper's own setting
-    at_paper: tuple[str, ...] = field(default=(), metadata=IN_GRID)
+    at_paper: tuple[str, ...] = in_grid(())
     # data sets that are also trained once at the size of quick
-    at_quick: tuple[str, ...] = field(default=(), metadata=IN_GRID)
+    at_quick: tuple[str, ...] = in_grid(())
     schedule: str = "cosine" # or constant
     polish: int = 0 # full-batch steps after the epochs
     polish_lr: float = .03 # annealed by a cosine

@@ -8,7 +8,7 @@ __all__ = ['ROOT', 'BROOT', 'experiment', 'gradient_pairs', 'null_roots', 'with_
            'draw_curves_by_layer', 'draw_forward_curves', 'draw_backward_curves']
 
 # %% ../../nbs/experiments/03_epochs.ipynb #166b4d14
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..data.images import Flat
 from ..figures import WIDTH, style
-from ..lab.experiment import IN_GRID, Context, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, Context, Experiment, Figure, Judgement, Output
 from ..lab.experiment import judge, require
 from ..lab.image_networks import BACKWARD, FORWARD, Networks, RowsByEpoch
 from ..lab.image_networks import candidates, images, legend_below, listed, look_of, measure_on
@@ -35,11 +35,11 @@ from ..networks.report import Layer
 class Config(Networks):
     "Settings of the networks over training."
     # of cifar10, mnist, digits
-    datasets: tuple[str, ...] = field(default=("cifar10",), metadata=IN_GRID)
+    datasets: tuple[str, ...] = in_grid(("cifar10",))
     # data sets that are also trained once at the size of quick
-    at_quick: tuple[str, ...] = field(default=(), metadata=IN_GRID)
+    at_quick: tuple[str, ...] = in_grid(())
     # networks that are also trained at a constant learning rate
-    control_seeds: int = field(default=1, metadata=IN_GRID)
+    control_seeds: int = in_grid(1)
     looks: int = 30 # how often to measure, evenly over training
     layers: int = 3 # measure the first so many layers
 

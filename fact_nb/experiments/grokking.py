@@ -16,7 +16,7 @@ __all__ = ['ALONG', 'SIGN', 'RANDOM_BLOCKS', 'METHOD_NAMES', 'ONE_RUN', 'LOOKS_L
 
 # %% ../../nbs/experiments/07_grokking.ipynb #e0f44ed8
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -30,6 +30,7 @@ from ..runtime import one_thread
 from ..data.synthetic import Modular, is_prime, log_order, modular
 from ..figures import COLOURS, DASHES, MARKERS, WIDTH, heatmaps, style
 from ..machines.kernels import Gaussian, Kernel, Quadratic
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.store import Result, StoredUnit
 from ..machines.gradients import agop_core, kernel_fact
@@ -77,9 +78,6 @@ def block(M: Tensor, # 2p × 2p
     order = log_order(p)[1:].to(M.device)
     return B[order][:, order]
 
-# %% ../../nbs/experiments/07_grokking.ipynb #e9421b31
-def _grid(value: Any) -> Any: return field(default=value, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/07_grokking.ipynb #0198c084
 SIGN = dict(add="+", sub="-", mul="*", div="/") # of each operation
 
@@ -94,11 +92,11 @@ class Config:
     ridge: float = 1e-4 # nλ
     bandwidth: float = 2.5 # of the Gaussian kernel
     draws: int = 10 # random feature matrices of each kind
-    kernels: tuple[str, ...] = _grid(("quadratic", "gaussian")) # of the main runs
-    seeds: int = _grid(3) # splits of the main runs: 0 … seeds−1
-    ops: tuple[str, ...] = _grid(("sub", "mul", "div")) # further operations
-    fractions: tuple[float, ...] = _grid((.3, .4, .5)) # of the comparison with the plain update
-    grid_seeds: int = _grid(5) # splits of that comparison
+    kernels: tuple[str, ...] = in_grid(("quadratic", "gaussian")) # of the main runs
+    seeds: int = in_grid(3) # splits of the main runs: 0 … seeds−1
+    ops: tuple[str, ...] = in_grid(("sub", "mul", "div")) # further operations
+    fractions: tuple[float, ...] = in_grid((.3, .4, .5)) # of the comparison with the plain update
+    grid_seeds: int = in_grid(5) # splits of that comparison
 
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."

@@ -11,7 +11,7 @@ __all__ = ['PlainKernel', 'experiment', 'dual', 'half_square', 'fact_definition'
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #cfa56edd
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..figures import WIDTH, style
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.store import Result
 from ..linalg import psd_power, rel_asymmetry, rel_err
@@ -120,15 +121,12 @@ def agop_definition(kernel: PlainKernel,
         total += J.T @ J
     return total / len(X)
 
-# %% ../../nbs/experiments/09_kernel_theory.ipynb #c271870f
-def _grid(value: Any) -> Any: return field(default=value, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #a7dbccee
 @dataclass(frozen=True)
 class Config:
     "Settings of the checks."
-    kernels: tuple[str, ...] = _grid(tuple(PLAIN)) # which kernels
-    seeds: int = _grid(1) # random problems: 0 … seeds−1
+    kernels: tuple[str, ...] = in_grid(tuple(PLAIN)) # which kernels
+    seeds: int = in_grid(1) # random problems: 0 … seeds−1
     n: int = 12 # points
     d: int = 4 # inputs
     c: int = 3 # outputs

@@ -13,7 +13,7 @@ __all__ = ['KINDS', 'LINES', 'experiment', 'Scope', 'scope_of', 'Averaging', 'tr
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from dataclasses import replace as with_
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..data.images import Flat
 from ..figures import WIDTH, look, style
-from ..lab.experiment import IN_GRID, Context, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, Context, Experiment, Figure, Judgement, Output
 from ..lab.experiment import judge, require
 from ..lab.image_networks import TITLES, Networks, RowsByEpoch, images, legend_below
 from ..lab.image_networks import listed, network, on_device, recipe, shown, train_on
@@ -44,9 +44,9 @@ from ..runtime import seeded
 class Config(Networks):
     "Settings of the networks in motion."
     # small float64 networks on which the identity is checked
-    exact_seeds: int = field(default=3, metadata=IN_GRID)
+    exact_seeds: int = in_grid(3)
     # step sizes at which the flow is compared
-    rates: tuple[float, ...] = field(default=(.1, .05, .025), metadata=IN_GRID)
+    rates: tuple[float, ...] = in_grid((.1, .05, .025))
     schedule: str = "cosine" # or constant
     layers: int = 3 # follow the first so many layers
     columns_cifar10: int = 128 # columns of the first layer's N there; 0 for all

@@ -16,7 +16,7 @@ import codecs
 import contextlib
 import io
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -37,22 +37,19 @@ from ..networks.training import Batches, Recipe, cross_entropy, full_gradient, t
 from ..networks.weights import Matrix, weight_matrices
 from ..networks.zero_decay import Dual, MeanStep, dual_fact, dual_weights
 from ..networks.zero_decay import min_norm_point, output_jacobian
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.store import Result
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #03475a1e
 PARTS = ("limit", "empty", "zero", "motion", "adamw", "noise")
 
-def _grid(default: Any) -> Any:
-    "A field that only chooses units: changing it does not make the stored ones invalid."
-    return field(default=default, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/12_no_decay.ipynb #005f6e0c
 @dataclass(frozen=True)
 class Config:
     "Settings of the experiment without weight decay."
-    parts: tuple[str, ...] = _grid(PARTS) # which
-    seeds: int = _grid(3) # 0 … seeds−1
+    parts: tuple[str, ...] = in_grid(PARTS) # which
+    seeds: int = in_grid(3) # 0 … seeds−1
     n: int = 20 # samples of the small regression
     widths: tuple[int, ...] = (16, 12) # hidden layers of its network
     # λ of part limit, falling; 0 follows
@@ -60,15 +57,15 @@ class Config:
     # L-BFGS iterations at most, for λ ≥ 1e-6; Newton on weights and dual weights follows
     iters: int = 6000
     ns: tuple[int, ...] = (5, 10, 20, 40, 80, 120, 160, 171, 200) # samples of part empty
-    scales: tuple[float, ...] = _grid((1., .5, .25, .1)) # of the initialisation, part zero
+    scales: tuple[float, ...] = in_grid((1., .5, .25, .1)) # of the initialisation, part zero
     zero_steps: int = 30_000 # steps at most there
     zero_lr: float = .05 # their learning rate, momentum .9
     images: int = 600 # digits to train on
     width: int = 48 # of the perceptron's two hidden layers
-    motion_lrs: tuple[float, ...] = _grid((.03, .01, .003)) # learning rates of part motion
+    motion_lrs: tuple[float, ...] = in_grid((.03, .01, .003)) # learning rates of part motion
     motion_time: float = 15. # lr × steps there
-    models: tuple[str, ...] = _grid(("mlp", "transformer")) # of part adamw
-    taus: tuple[float, ...] = _grid((.3, 1., 3., 10., 30.)) # lr·λ·steps
+    models: tuple[str, ...] = in_grid(("mlp", "transformer")) # of part adamw
+    taus: tuple[float, ...] = in_grid((.3, 1., 3., 10., 30.)) # lr·λ·steps
     lr: float = 3e-3 # of AdamW, constant
     steps: tuple[int, ...] = (8000, 6000) # of the perceptron, of the transformer
     kappas: tuple[float, ...] = (.1, .3, 1., 3.) # windows, in units of 1/(lr·λ)

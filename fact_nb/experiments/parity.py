@@ -11,7 +11,7 @@ __all__ = ['LOOKED', 'experiment', 'kernel_weight', 'smaller_parities', 'predict
 
 # %% ../../nbs/experiments/05_parity.ipynb #e62bef5a
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import comb, tanh
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch
 
 from ..data.synthetic import Parity, sparse_parity
 from ..figures import WIDTH, look, style
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.parities import draw_on_support, follow, parity_on
 from ..lab.store import Result
@@ -38,9 +39,6 @@ METHODS: dict[str, dict[str, Any]] = dict(
 NAMES = dict(fact="FACT, geometric", plain="FACT, plain", nfa="NFA, $s=1/2$", nfa1="NFA, $s=1$")
 LOOKS = dict(fact="FACT", plain="eNFA", nfa="AGOP", nfa1="sqrt") # lines of the house style
 
-# %% ../../nbs/experiments/05_parity.ipynb #10bb8112
-def _grid(value: Any) -> Any: return field(default=value, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/05_parity.ipynb #33dee9fe
 @dataclass(frozen=True)
 class Config:
@@ -50,22 +48,22 @@ class Config:
     n_test: int = 1000 # held-out points
     iters: int = 5 # updates of M
     ridge: float = 1e-8 # nλ of the main runs; M is rescaled to trace d
-    ks: tuple[int, ...] = _grid((1, 2, 3)) # coordinates that decide
-    ns: tuple[int, ...] = _grid((500, 500, 5000)) # training points, one for each k
-    methods: tuple[str, ...] = _grid(("fact", "plain", "nfa")) # update rules
-    methods_large: tuple[str, ...] = _grid(("fact",)) # the same where n > 10,000
-    iters_large: int = _grid(5) # iterations there; ends at two accuracies ≥ .999 in a row
-    seeds: int = _grid(5) # seeds 0 … seeds−1 where n ≤ 1000
-    seeds_large: int = _grid(3) # the same where n is larger; one seed above 10,000
+    ks: tuple[int, ...] = in_grid((1, 2, 3)) # coordinates that decide
+    ns: tuple[int, ...] = in_grid((500, 500, 5000)) # training points, one for each k
+    methods: tuple[str, ...] = in_grid(("fact", "plain", "nfa")) # update rules
+    methods_large: tuple[str, ...] = in_grid(("fact",)) # the same where n > 10,000
+    iters_large: int = in_grid(5) # iterations there; ends at two accuracies ≥ .999 in a row
+    seeds: int = in_grid(5) # seeds 0 … seeds−1 where n ≤ 1000
+    seeds_large: int = in_grid(3) # the same where n is larger; one seed above 10,000
     # ridges of the scan; without 0 where n > 1000
     ridges: tuple[float, ...] = (0., 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, .1)
-    scan_ks: tuple[int, ...] = _grid((1, 2, 3)) # tasks of the scan
+    scan_ks: tuple[int, ...] = in_grid((1, 2, 3)) # tasks of the scan
     later: int = 50 # iterations of the long runs, M not rescaled
-    later_ks: tuple[int, ...] = _grid((2, 3)) # their tasks
-    later_ridges: tuple[float, ...] = _grid((1e-8, 1e-6, 1e-4, 1e-3, 1e-2)) # their ridges
+    later_ks: tuple[int, ...] = in_grid((2, 3)) # their tasks
+    later_ridges: tuple[float, ...] = in_grid((1e-8, 1e-6, 1e-4, 1e-3, 1e-2)) # their ridges
     need_d: int = 20 # dimension of the question how many points k = 4 needs
     # numbers of points there
-    need_ns: tuple[int, ...] = _grid((1000, 1200, 1300, 1400, 1600, 1800, 2000, 2500, 3000))
+    need_ns: tuple[int, ...] = in_grid((1000, 1200, 1300, 1400, 1600, 1800, 2000, 2500, 3000))
     need_iters: int = 10 # iterations allowed there
     memory: float = 9. # GB for the matrices of one fit
 

@@ -8,7 +8,7 @@ __all__ = ['FLAT', 'experiment', 'rfm_unit', 'first_weight', 'look_at_network', 
            'draw_transition', 'machine_matrices', 'network_matrices', 'draw_before_and_after']
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #1c2644c0
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..data.synthetic import Parity, sparse_parity
 from ..figures import WIDTH, look, style
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.parities import draw_on_support, follow, parity_on, shares
 from ..lab.store import Result
@@ -30,9 +31,6 @@ from ..networks.training import Batches, Recipe, cross_entropy, evaluate, train
 from ..runtime import seeded
 from ..machines.rfm import RFM
 
-# %% ../../nbs/experiments/06_phase_transition.ipynb #bb4d8bdf
-def _grid(value: Any) -> Any: return field(default=value, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/06_phase_transition.ipynb #923cc4b0
 @dataclass(frozen=True)
 class Config:
@@ -41,13 +39,13 @@ class Config:
     d: int = 50 # dimension
     k: int = 4 # coordinates that decide
     n_test: int = 1000 # held-out points
-    seeds: int = _grid(1) # data seeds 0 … seeds−1 of FACT-RFM
+    seeds: int = in_grid(1) # data seeds 0 … seeds−1 of FACT-RFM
     bandwidth: float = 5. # L of the Gaussian kernel
     ridge: float = 1e-8 # nλ
     iters: int = 12 # updates of M at most; it stops at two accuracies ≥ .999 in a row
     memory: float = 9. # GB for the matrices of one fit
-    mlp_seeds: int = _grid(3) # initialisations of the network; data seed as above, in turn
-    at_quick: bool = _grid(False) # also run FACT-RFM once at the size of quick
+    mlp_seeds: int = in_grid(3) # initialisations of the network; data seed as above, in turn
+    at_quick: bool = in_grid(False) # also run FACT-RFM once at the size of quick
     width: int = 512 # hidden units
     hidden: int = 1 # hidden layers
     lr: float = .1 # of SGD with momentum .9, constant

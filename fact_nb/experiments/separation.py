@@ -15,7 +15,7 @@ __all__ = ['MATRIX_TITLES', 'CHI', 'SCAN_CURVES', 'experiment', 'titled_matrices
            'draw_separating', 'ScanCurve', 'separation_scan', 'draw_scan', 'separation_trend', 'draw_trend']
 
 # %% ../../nbs/experiments/01_separation.ipynb #ad7e3622
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Callable, NamedTuple
 
@@ -35,26 +35,24 @@ from ..networks.two_layer import two_layer_forward as forward
 from ..networks.two_layer import two_layer_loss as objective
 from ..networks.two_layer import two_layer_matrices as matrices
 from ..networks.two_layer import two_layer_weights as weights
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.store import Result
-
-# %% ../../nbs/experiments/01_separation.ipynb #3d79cf9b
-def _grid(value: Any) -> Any: return field(default=value, metadata=dict(grid=True))
 
 # %% ../../nbs/experiments/01_separation.ipynb #70a5b8d7
 @dataclass(frozen=True)
 class Config:
     "Settings of the separation experiment."
     tau: float = .02 # coefficient of x₁x₂
-    ps: tuple[float, ...] = _grid((1e-5, 1e-6)) # weight of the uniform part
-    lams: tuple[float, ...] = _grid((1e-5, 1e-6, 1e-7)) # weight decay
+    ps: tuple[float, ...] = in_grid((1e-5, 1e-6)) # weight of the uniform part
+    lams: tuple[float, ...] = in_grid((1e-5, 1e-6, 1e-7)) # weight decay
     width: int = 10 # neurons, at least 7
     seeds: int = 2 # random starts 0 … seeds−1; the lowest objective counts, all are reported
     powers: tuple[float, ...] = (.25, .5, 1., 2.) # s of AGOPˢ
-    eps: tuple[float, ...] = _grid((.8, .6)) # the theorem's ε, by L-BFGS
+    eps: tuple[float, ...] = in_grid((.8, .6)) # the theorem's ε, by L-BFGS
     adam_steps: int = 2000 # length of an Adam run
     adam_lr: float = .01 # its learning rate
-    adam_lams: tuple[float, ...] = _grid(()) # λ of the Adam runs; none when empty
+    adam_lams: tuple[float, ...] = in_grid(()) # λ of the Adam runs; none when empty
 
     def check(self) -> None: _check(self)
 

@@ -11,7 +11,7 @@ __all__ = ['experiment', 'factors', 'off_diagonal', 'slope_fit', 'without_means'
 
 # %% ../../nbs/experiments/08_similarity.ipynb #248e7e2a
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -27,12 +27,10 @@ from ..runtime import one_thread
 from ..data.synthetic import is_prime, modular, sparse_parity
 from ..figures import COLOURS, WIDTH, look, style
 from ..machines.kernels import Exponential, Gaussian, Kernel, Quadratic
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.store import Result
 from ..machines.rfm import RFM
-
-# %% ../../nbs/experiments/08_similarity.ipynb #9df25027
-def _grid(value: Any) -> Any: return field(default=value, metadata=dict(grid=True))
 
 # %% ../../nbs/experiments/08_similarity.ipynb #ce42e4fd
 TASK_NAMES = dict(add="addition", sub="subtraction", mul="multiplication", parity="parity")
@@ -56,9 +54,9 @@ class Config:
     looks: int = 12 # how often a run is measured, beside iterations 0 and 1
     ridge: float = 1e-4 # nλ
     bandwidth: float = 2.5 # L of the Gaussian exp(−r²/2L²); the exponential kernel is exp(t/L²)
-    tasks: tuple[str, ...] = _grid(("add", "sub", "mul", "parity")) # which tasks
-    kernels: tuple[str, ...] = _grid(("quadratic", "exponential", "gaussian")) # for the addition
-    seeds: int = _grid(2) # splits of the addition with the quadratic kernel
+    tasks: tuple[str, ...] = in_grid(("add", "sub", "mul", "parity")) # which tasks
+    kernels: tuple[str, ...] = in_grid(("quadratic", "exponential", "gaussian")) # for the addition
+    seeds: int = in_grid(2) # splits of the addition with the quadratic kernel
 
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."

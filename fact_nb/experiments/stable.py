@@ -10,7 +10,7 @@ __all__ = ['ENOUGH_PAIRS', 'experiment', 'Task', 'addition_task', 'parities_task
 
 # %% ../../nbs/experiments/13_stable.ipynb #01869908
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -23,6 +23,7 @@ from ..runtime import one_thread
 from ..data.synthetic import is_prime, modular, sparse_parity
 from ..figures import WIDTH, look, style
 from ..machines.kernels import Gaussian, Kernel, Quadratic
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..machines.updates import defect
 from ..lab.statistics import interval
@@ -35,23 +36,20 @@ from ..machines.gradients import fact_core
 from ..machines.rfm import RFM, Fit
 from ..machines.selection import middle
 
-# %% ../../nbs/experiments/13_stable.ipynb #88c34473
-def _grid(default: Any) -> Any: return field(default=default, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/13_stable.ipynb #14542e8a
 @dataclass(frozen=True)
 class Addition:
     "Settings of modular addition."
     p: int = 31 # modulus
     fraction: float = .7 # the part of the pairs that trains
-    modular_ridges: tuple[float, ...] = _grid((1e-6, 1e-4, 1e-2, 1.)) # nλ
-    fractions: tuple[float, ...] = _grid(()) # further parts of the pairs mod p
-    other_p: int = _grid(61) # a second modulus
-    other_fractions: tuple[float, ...] = _grid(()) # parts of its pairs
-    other_ridges: tuple[float, ...] = _grid((1e-4, 1.)) # its ridges
-    other_seeds: int = _grid(3) # its seeds
+    modular_ridges: tuple[float, ...] = in_grid((1e-6, 1e-4, 1e-2, 1.)) # nλ
+    fractions: tuple[float, ...] = in_grid(()) # further parts of the pairs mod p
+    other_p: int = in_grid(61) # a second modulus
+    other_fractions: tuple[float, ...] = in_grid(()) # parts of its pairs
+    other_ridges: tuple[float, ...] = in_grid((1e-4, 1.)) # its ridges
+    other_seeds: int = in_grid(3) # its seeds
     # the stable update is also followed to its end, for at most so many iterations; 0: not
-    arrive: int = _grid(0)
+    arrive: int = in_grid(0)
 
 # %% ../../nbs/experiments/13_stable.ipynb #1e31a1db
 @dataclass(frozen=True)
@@ -65,10 +63,10 @@ class Config(Addition):
     n3: int = 500 # its training points
     n_test: int = 1000 # held-out points of the parities
     settle: float = 1e-6 # defect at which the stable update stops
-    tasks: tuple[str, ...] = _grid(("parity2", "parity3", "modular")) # which
-    ridges: tuple[float, ...] = _grid((1e-8, 1e-6, 1e-4, 1e-2, .1)) # nλ on parities
-    seeds: int = _grid(3) # seeds 0 … seeds−1
-    max_n: int = _grid(600) # tables with more rows are left out; 0: no tables
+    tasks: tuple[str, ...] = in_grid(("parity2", "parity3", "modular")) # which
+    ridges: tuple[float, ...] = in_grid((1e-8, 1e-6, 1e-4, 1e-2, .1)) # nλ on parities
+    seeds: int = in_grid(3) # seeds 0 … seeds−1
+    max_n: int = in_grid(600) # tables with more rows are left out; 0: no tables
     table_iters: int = 4 # updates of M on tables
     stand_in: bool = False # tables of scikit-learn, without the corpus
 

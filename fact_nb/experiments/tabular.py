@@ -14,7 +14,7 @@ import importlib.util
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,25 +25,23 @@ from ..runtime import dtype_for, one_thread
 from ..data.cache import available
 from ..data.uci import META, MISSING, STAND_INS, Table, load, stand_in
 from ..figures import WIDTH, look, style
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.statistics import friedman, versus
 from ..lab.store import Result
 from ..machines.batched import METHODS, Memo, Rules, leak_free, published
 from typing import Any, Callable, NamedTuple
 
-# %% ../../nbs/experiments/10_tabular.ipynb #822edc8f
-def _grid(default: Any) -> Any: return field(default=default, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/10_tabular.ipynb #6b249f9a
 @dataclass(frozen=True)
 class Config:
     "Settings of the tabular benchmark."
-    tables: tuple[str, ...] = _grid(()) # names; none means all
-    max_n: int = _grid(100_000) # tables with more rows are left out
-    skip: tuple[str, ...] = _grid(()) # tables that are left out by name
-    leak_free_n: int = _grid(5000) # up to so many rows the leak-free protocol is run too
-    baselines: tuple[str, ...] = _grid(()) # other classifiers on the same splits
-    baseline_n: int = _grid(1100) # up to so many rows
+    tables: tuple[str, ...] = in_grid(()) # names; none means all
+    max_n: int = in_grid(100_000) # tables with more rows are left out
+    skip: tuple[str, ...] = in_grid(()) # tables that are left out by name
+    leak_free_n: int = in_grid(5000) # up to so many rows the leak-free protocol is run too
+    baselines: tuple[str, ...] = in_grid(()) # other classifiers on the same splits
+    baseline_n: int = in_grid(1100) # up to so many rows
     methods: tuple[str, ...] = tuple(METHODS) # kernel, nfa, fact, geometric
     ridges: tuple[float, ...] = (10., 1., .1, .01, .001) # nλ
     iters: int = 4 # updates of M

@@ -9,9 +9,9 @@ __all__ = ['ERROR_MARKS', 'experiment', 'Skip', 'Shared', 'Attention', 'theorem_
            'judge_fact_psd', 'judge_proof_lines', 'judge_enfa_distinct', 'theorem_errors', 'draw_theorem_errors']
 
 # %% ../../nbs/experiments/00_theorem.ipynb #e1839d69
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable
+from typing import Callable
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -25,6 +25,7 @@ from ..figures import WIDTH, style
 from ..networks.critical_points import train_to_critical
 from ..networks.measure import measure
 from ..networks.report import Layer
+from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
 from ..lab.store import Result
 
@@ -88,16 +89,13 @@ class Attention(nn.Module):
 NETS: dict[str, Callable[[], nn.Module]] = dict(
     mlp=_plain, skip=Skip, shared=Shared, conv=_convolutional, attention=Attention)
 
-# %% ../../nbs/experiments/00_theorem.ipynb #87eed796
-def _grid(value: Any) -> Any: return field(default=value, metadata=dict(grid=True))
-
 # %% ../../nbs/experiments/00_theorem.ipynb #3bf337a7
 @dataclass(frozen=True)
 class Config:
     "Settings of the theorem's check."
-    nets: tuple[str, ...] = _grid(("mlp", "skip")) # which networks
-    losses: tuple[str, ...] = _grid(("mse", "ce")) # mean squared error, cross-entropy
-    seeds: int = _grid(1) # 0 … seeds−1
+    nets: tuple[str, ...] = in_grid(("mlp", "skip")) # which networks
+    losses: tuple[str, ...] = in_grid(("mse", "ce")) # mean squared error, cross-entropy
+    seeds: int = in_grid(1) # 0 … seeds−1
     n: int = 40 # points
     lam: float = 1e-3 # weight decay
     iters: int = 4000 # L-BFGS iterations at most

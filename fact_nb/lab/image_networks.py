@@ -9,7 +9,7 @@ __all__ = ['SOURCES', 'TITLES', 'FORWARD', 'BACKWARD', 'CANDIDATE_LOOKS', 'image
 
 # %% ../../nbs/lab/07_image_networks.ipynb #ea51830a
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..data.cache import DataUnavailable
 from ..data.images import Flat, Images, cifar10, digits, flatten, mnist, subset
 from ..figures import look
-from .experiment import IN_GRID, Context, UsageError, require
+from .experiment import in_grid, Context, UsageError, require
 from ..networks.measure import measure
 from ..networks.models import mlp
 from ..networks.quantities import row_basis, variants
@@ -63,8 +63,8 @@ def require_known(names: Iterable[str], # of data sets
 class Networks:
     "What the experiments with these networks share; the defaults are the paper's."
     # of mnist, cifar10, digits
-    datasets: tuple[str, ...] = field(default=("mnist", "cifar10"), metadata=IN_GRID)
-    seeds: int = field(default=5, metadata=IN_GRID) # 0 … seeds−1
+    datasets: tuple[str, ...] = in_grid(("mnist", "cifar10"))
+    seeds: int = in_grid(5) # 0 … seeds−1
     n: int = 0 # training images, classes balanced; 0 for all
     width: int = 1024 # of each hidden layer
     width_cifar10: int = 3072 # the same on CIFAR-10
