@@ -34,51 +34,51 @@ setup:
 	@"$(BIN)/python" tools/environment.py current 2>/dev/null || { $(MAKE) --no-print-directory needs && "$(PYTHON)" tools/environment.py; }
 
 reproduce: setup
-	@$(BIN)/fact run all
-	@$(BIN)/fact report
+	@"$(BIN)/fact" run all
+	@"$(BIN)/fact" report
 
 # Two processes: nbdev_test by itself, pytest by pytest-xdist (7 minutes instead of 13 on two cores).
 test: setup check-clean check-export check-style
-	@OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 2
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
+	@OMP_NUM_THREADS=1 "$(BIN)/nbdev_test" --n_workers 2
+	@OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -q -n 2 tests
 
 check-clean: setup
-	@$(BIN)/python tools/check.py clean
+	@"$(BIN)/python" tools/check.py clean
 check-export: setup
-	@$(BIN)/python tools/check.py export
+	@"$(BIN)/python" tools/check.py export
 check-style: setup
-	@$(BIN)/ruff check --quiet nbs fact_nb tools
-	@$(BIN)/python tools/style.py
-	@$(BIN)/mypy
+	@"$(BIN)/ruff" check --quiet nbs fact_nb tools
+	@"$(BIN)/python" tools/style.py
+	@"$(BIN)/mypy"
 
 lab: setup
-	@$(BIN)/python -m ipykernel install --sys-prefix --name fact_nb --display-name "Python (fact_nb)" >/dev/null
-	@if [ "$$(id -u)" = 0 ]; then root=--allow-root; fi; $(BIN)/jupyter lab nbs $$root $(ARGS)
+	@"$(BIN)/python" -m ipykernel install --sys-prefix --name fact_nb --display-name "Python (fact_nb)" >/dev/null
+	@if [ "$$(id -u)" = 0 ]; then root=--allow-root; fi; "$(BIN)/jupyter" lab nbs $$root $(ARGS)
 
 docs:
 	@command -v quarto >/dev/null || { echo "the site needs Quarto, which is a program of its own: get it at https://quarto.org/docs/get-started/ and run 'make docs' again (nothing else here needs it)"; exit 1; }
 	@$(MAKE) --no-print-directory setup
-	@$(BIN)/nbdev_proc_nbs
+	@"$(BIN)/nbdev_proc_nbs"
 	@cd _proc && quarto render --no-cache
 	@rm -rf _docs && mv _proc/_docs _docs && echo "site: $$(pwd)/_docs/index.html"
 
 bench: setup
-	@OMP_NUM_THREADS=1 $(BIN)/fact bench
+	@OMP_NUM_THREADS=1 "$(BIN)/fact" bench
 
 export: setup
-	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
+	@"$(BIN)/nbdev_export" && "$(BIN)/nbdev_clean"
 
 outputs: setup
-	@OMP_NUM_THREADS=1 $(BIN)/python tools/outputs.py
+	@OMP_NUM_THREADS=1 "$(BIN)/python" tools/outputs.py
 
 readme: setup
-	@$(BIN)/python tools/readme.py
+	@"$(BIN)/python" tools/readme.py
 
 hooks: setup
-	@$(BIN)/python tools/hooks.py
+	@"$(BIN)/python" tools/hooks.py
 
 release: test
-	@$(BIN)/python tools/release.py
+	@"$(BIN)/python" tools/release.py
 
 clean:
 	@rm -rf $(VENV) _docs _proc build dist report *.egg-info .pytest_cache .ruff_cache .mypy_cache
