@@ -179,6 +179,7 @@ def centred_core(kernel: Kernel, X: Tensor, # n × d
     B = X.T @ (C @ alpha - C.sum(1, keepdim=True) * alpha) / len(X)
     return agop_core(C, alpha, X, kernel.radial) - B @ B.T
 
+# %% ../../nbs/experiments/07_grokking.ipynb #9e18aa96
 @dataclass(frozen=True)
 class Centred(UpdateRule):
     "The Neural Feature Ansatz with centred gradients: M ← AGOP_c^s."

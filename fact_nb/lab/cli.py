@@ -348,6 +348,7 @@ def _zsh() -> str:
 # %% ../../nbs/lab/09_cli.ipynb #12ac54e9
 def _quoted(text: str) -> str: return "'" + text.replace("'", "\\'") + "'"
 
+# %% ../../nbs/lab/09_cli.ipynb #96db6550
 def _fish_option(a: argparse.Action) -> list[str]:
     "The end of a line of fish for each long name of an option."
     names = [o.removeprefix("--") for o in a.option_strings if o.startswith("--")]

@@ -70,6 +70,7 @@ class Choice:
     iterate: int
     M: Tensor | None # d × d; None is the identity
 
+# %% ../../nbs/machines/09_batched.ipynb #e5dc5440
 def first_best(found: list[Choice]) -> Choice: # in the order of the search
     "The first choice that no other exceeds."
     return max(found, key=lambda c: c.right) # max keeps the first
@@ -146,6 +147,7 @@ def fit_stack(rules: Rules,
     alpha = [_alpha_of(K[b] if own else K[0].clone(), Y, r) for b, r in enumerate(ridges)]
     return torch.stack(alpha), C
 
+# %% ../../nbs/machines/09_batched.ipynb #139b40f3
 def _alpha_of(A: Tensor, Y: Tensor, ridge: float) -> Tensor: # n × c
     "(K + ridge I)⁻¹ Y, by the factor or, where there is none, by LU; K is overwritten."
     A.diagonal().add_(ridge)
@@ -272,6 +274,7 @@ def sketch_of(s: Search,
     except RuntimeError:
         return None
 
+# %% ../../nbs/machines/09_batched.ipynb #a6869a62
 def solve_float32(s: Search,
                   K: Tensor, # n × n
                   ridge: float,
@@ -340,6 +343,7 @@ def next_metric(method: str, # one of LEARNERS
     except (ValueError, torch.linalg.LinAlgError):
         return M * float("nan")
 
+# %% ../../nbs/machines/09_batched.ipynb #2bed3b5b
 def core_of(method: str) -> str:
     "What a method's update is made from: T for the NFA, else S."
     return "T" if isinstance(LEARNERS[method], Nfa) else "S"
@@ -352,6 +356,7 @@ def right(F: Tensor, # (B ×) n × c predictions
     finite = torch.isfinite(F).all(-1).all(-1)
     return torch.where(finite, (F.argmax(-1) == y).sum(-1), -1)
 
+# %% ../../nbs/machines/09_batched.ipynb #05acdbab
 def agop_rows(C: Tensor, alpha: Tensor, X: Tensor, radial: bool) -> Tensor: # d × d
     "T of one machine, as a sum of outer products."
     return agop_core(C, alpha, X, radial, form="product")
@@ -362,6 +367,7 @@ class Look(NamedTuple):
     right: list[int] # validation rows predicted right
     cores: dict[str, list[Tensor]] # "S", "T" → d × d
 
+# %% ../../nbs/machines/09_batched.ipynb #d339761b
 def look_stack(s: Search,
                M: Tensor, # B × d × d
                ridges: tuple[float, ...],
@@ -409,6 +415,7 @@ class Start(NamedTuple):
     right: list[int] # by ridge
     M: dict[str, list[Tensor]] # method → the first metric of each ridge
 
+# %% ../../nbs/machines/09_batched.ipynb #3dbdb909
 def first_metrics(s: Search) -> Start:
     "Fit with M = I, once for all methods and ridges."
     learners = s.rules.learners if s.rules.iters else []
@@ -425,6 +432,7 @@ class Found(NamedTuple):
     iterate: int
     M: Tensor
 
+# %% ../../nbs/machines/09_batched.ipynb #722f1193
 def walk(s: Search,
          method: str, # one of LEARNERS
          ridges: tuple[float, ...],
@@ -505,6 +513,7 @@ class Setting(NamedTuple):
     ridge: float
     normalised: bool
 
+# %% ../../nbs/machines/09_batched.ipynb #b5ab72fa
 def walks(s: dict[bool, Search], # by scaling
           method: str, # one of LEARNERS
           starts: dict[bool, Start], # by scaling
@@ -528,6 +537,7 @@ def walks(s: dict[bool, Search], # by scaling
             best = max(best, found.right)
             yield Setting(r, k), found
 
+# %% ../../nbs/machines/09_batched.ipynb #d5ee03ec
 def _plainly(records: list[Found]) -> list[tuple]:
     "Records as tuples."
     return [tuple(r) for r in records]
@@ -604,6 +614,7 @@ def published(rules: Rules,
                          normalised=ch.normalised, iterate=ch.iterate, seconds=round(spent, 3)))
     return rows
 
+# %% ../../nbs/machines/09_batched.ipynb #6d3fb724
 def _test_scores(rules: Rules, method: str, ch: Choice, X: dict[bool, Tensor], T: Table,
                  memo: Memo) -> list[float]: # by fold
     "Accuracies of a choice; methods that chose the same setting at M = I share them."
@@ -648,6 +659,7 @@ class Fold(NamedTuple):
     choice: Choice
     seconds: float
 
+# %% ../../nbs/machines/09_batched.ipynb #302f9ced
 def leak_free(rules: Rules,
               T: Table,
               memo: Memo | None = None,
@@ -673,6 +685,7 @@ def _leak_free_fold(rules: Rules, T: Table, X: dict[bool, Tensor], i: int,
         out[m] = Fold(right_share, ch, spent[m] + time.perf_counter() - begun)
     return out
 
+# %% ../../nbs/machines/09_batched.ipynb #a2d2705d
 def _common_row(method: str, folds: list[Fold]) -> dict[str, Any]:
     "The mean over splits, with the commonest of the choices."
     def common(name: str) -> Any:
@@ -689,11 +702,13 @@ def plain_distances(A: Tensor, B: Tensor, M: Tensor) -> Tensor:
     a, b = ((Z @ M * Z).sum(1) for Z in (A, B))
     return (a[:, None] + b[None] - 2 * A @ M @ B.T).clamp(min=0).sqrt()
 
+# %% ../../nbs/machines/09_batched.ipynb #f62f0a12
 def plain_alpha(X: Tensor, Y: Tensor, M: Tensor, ridge: float) -> Tensor:
     "(K + ridge I)⁻¹ Y by LU."
     K = torch.exp(-plain_distances(X, X, M) / 10)
     return torch.linalg.solve(K + ridge * torch.eye(len(X)).to(X), Y)
 
+# %% ../../nbs/machines/09_batched.ipynb #aa07d859
 def plain_right(V: Tensor, X: Tensor, M: Tensor, alpha: Tensor, y: Tensor) -> int:
     "Rows of V predicted right."
     return int(((torch.exp(-plain_distances(V, X, M) / 10) @ alpha).argmax(1) == y).sum())
@@ -710,6 +725,7 @@ def plain_update(X: Tensor, alpha: Tensor, M: Tensor, method: str) -> Tensor:
     e, V = torch.linalg.eigh((A + A.T) / 2)
     return (V * e.clamp(min=0) ** (.5 if method == "fact" else .25)) @ V.T
 
+# %% ../../nbs/machines/09_batched.ipynb #f8a4aedb
 def plain_gradients(X: Tensor, alpha: Tensor, M: Tensor) -> Tensor: # n × c × d
     "∇f_l(x_i) for all rows and outputs."
     (n, d), c = X.shape, alpha.shape[1]
@@ -730,6 +746,7 @@ def plain_walk(T: Table, X: Tensor, method: str, ridge: float) -> Iterator[tuple
         yield plain_right(V, A, M, alpha, T.y[T.validation]), t, M
         M = plain_update(A, alpha, M, method)
 
+# %% ../../nbs/machines/09_batched.ipynb #ff0dae6c
 def reference(T: Table, method: str) -> dict[str, Any]:
     "The published protocol for one method, plainly."
     Y, unit = one_hot(T.y, T.n_classes).to(T.X), lambda X: X / X.norm(dim=1, keepdim=True)

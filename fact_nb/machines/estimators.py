@@ -107,6 +107,7 @@ def _counts(sample_weight: Any, X: np.ndarray) -> np.ndarray: # n
     if not w.sum() > 0: raise ValueError("sample_weight must not be all zero")
     return w
 
+# %% ../../nbs/machines/00_estimators.ipynb #01443a43
 def _wrong_labels(F: torch.Tensor, # n × c predictions
                   Y: torch.Tensor, # n × c one-hot targets
                   mean: torch.Tensor, # c: what was taken off both
@@ -141,6 +142,7 @@ def _array(X: Any) -> Any:
     "Tensors, also those on a GPU, as arrays; everything else as it is."
     return X.detach().cpu().numpy() if isinstance(X, torch.Tensor) else X
 
+# %% ../../nbs/machines/00_estimators.ipynb #5cc9141d
 def _scores(est: _Machine, X: Any) -> np.ndarray: # m × c
     "Predicted targets, mean added back."
     check_is_fitted(est)
@@ -152,6 +154,7 @@ def _kernel_to_json(kernel: str | Kernel) -> str | dict[str, Any]:
     "A name as it is; an object by its registered name and its fields."
     return kernel if isinstance(kernel, str) else kernel_spec(kernel)
 
+# %% ../../nbs/machines/00_estimators.ipynb #2eb22350
 def _kernel_from_json(spec: str | dict[str, Any]) -> str | Kernel:
     "What was stored."
     return spec if isinstance(spec, str) else kernel_of(spec)
@@ -198,6 +201,7 @@ def _unpack(est: "_Saved", z: dict[str, np.ndarray], meta: dict[str, Any]) -> "_
     _restore_targets(est, z, meta)
     return est
 
+# %% ../../nbs/machines/00_estimators.ipynb #c6e018d6
 def _restore_targets(est: Any, z: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
     "What is known of the targets: the classes, or whether they were a vector."
     if not isinstance(est, ClassifierMixin):
@@ -274,6 +278,7 @@ def _read(cls: type, path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
     if kind != cls.__name__: raise ValueError(f"the file holds a {kind}: use {kind}.load")
     return z, meta
 
+# %% ../../nbs/machines/00_estimators.ipynb #36228f8d
 def _not_ours(cls: type, path: str | Path, e: Exception) -> ValueError:
     "The error for a file that `save` did not write."
     return ValueError(f"{path} is not a file that {cls.__name__}.save wrote ({type(e).__name__}): "

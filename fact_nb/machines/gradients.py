@@ -145,6 +145,7 @@ def centred(X: Tensor, # n × d
     "The points, without their mean where distances are all that counts."
     return X - X.mean(0) if radial else X
 
+# %% ../../nbs/machines/03_gradients.ipynb #339f4827
 def kernel_coefficients(kernel: Kernel,
                  X: Tensor, # n × d
                  M: Metric,

@@ -58,6 +58,7 @@ def _tensor(X, name: str) -> Tensor:
     if T.is_complex(): raise TypeError(f"{name} is complex: kernels here are real")
     return T
 
+# %% ../../nbs/machines/02_kernels.ipynb #8fdf32ab
 def _floating(T: Tensor, like: Tensor | None) -> Tensor:
     "In the precision of another tensor, or in its own, if it has one."
     if like is not None: return T.to(like)
@@ -174,6 +175,7 @@ def _norms(X: Tensor, # n × d
     projected = A.shape[1] == M.W.shape[0] and A.shape != X.shape
     return (A if projected else X @ M.W.T).square().sum(1, keepdim=True)
 
+# %% ../../nbs/machines/02_kernels.ipynb #b38396e7
 def _with_norms(A: Tensor, B: Tensor, s: Tensor, u: Tensor, same: bool) -> Pairs:
     "Append the norms: [A, s, 1] and [−2B, 1, u]."
     left = torch.cat([A, s, torch.ones_like(s)], 1)
@@ -303,6 +305,7 @@ def _strip(P: Pairs, i: int, e: int, j: int, t: Tensor) -> Tensor:
         t[:, i - j:].diagonal().zero_()
     return t
 
+# %% ../../nbs/machines/02_kernels.ipynb #9a6a7cdd
 def _store(whole: Tensor, part: Tensor, i: int, e: int, j: int) -> None:
     "Copy a strip to its place, unless it was made there."
     place = whole[i:e, j:]
@@ -318,10 +321,12 @@ def _room(out: Tensor | None, P: Pairs) -> Tensor:
                          f"needed is {P.left.dtype} {P.shape}")
     return out
 
+# %% ../../nbs/machines/02_kernels.ipynb #b42842e9
 def _height(P: Pairs) -> int:
     "Rows of a strip: 128 on a CPU, where the cache is small."
     return 128 if P.left.device.type == "cpu" else P.shape[0]
 
+# %% ../../nbs/machines/02_kernels.ipynb #37f680b2
 def row_ranges(n: int, # rows in all
                rows: int, # in one range
               ) -> Iterator[tuple[int, int]]: # first, and one past the last
@@ -340,6 +345,7 @@ def _wants_gradient(P: Pairs) -> bool:
     "Will autograd follow?"
     return torch.is_grad_enabled() and (P.left.requires_grad or P.right.requires_grad)
 
+# %% ../../nbs/machines/02_kernels.ipynb #fb8d440c
 def _differentiable(P: Pairs) -> Tensor: # n × m
     "t in one piece."
     t = P.left @ P.right.T
@@ -383,6 +389,7 @@ def kernel_spec(kernel: Kernel) -> dict[str, Any]: # name and fields: plain numb
     data: Any = kernel
     return dict(name=name, fields={f.name: getattr(kernel, f.name) for f in fields(data)})
 
+# %% ../../nbs/machines/02_kernels.ipynb #0b8350f4
 def kernel_of(spec: dict[str, Any]) -> Kernel: # of `kernel_spec`
     "The kernel that was described."
     if spec["name"] not in NAMES:
@@ -399,6 +406,7 @@ def _positive(kernel: Kernel, *names: str) -> None:
         number = check_number(value, f"{f} of {type(kernel).__name__}", above=0)
         object.__setattr__(kernel, f, float(number))
 
+# %% ../../nbs/machines/02_kernels.ipynb #4baa4f5a
 def _length(kernel: Kernel) -> float:
     "The bandwidth, or an error when it was never chosen."
     if kernel.bandwidth is not None: return kernel.bandwidth
@@ -562,6 +570,7 @@ def check_kernel(kernel: Kernel, # with its bandwidth set
     if not all(_close(a, b, tol) for a, b in fast):
         raise ValueError(f"{type(kernel).__name__}: k_ or kc_ disagree with k and dk")
 
+# %% ../../nbs/machines/02_kernels.ipynb #7eb05fff
 def _close(a: Tensor, b: Tensor, tol: float) -> bool:
     "Do they differ by less than a small part of the largest?"
     return float((a - b).abs().max()) <= tol * (1 + float(b.abs().max()))

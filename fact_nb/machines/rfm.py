@@ -194,6 +194,7 @@ def _mapped(X: Tensor, W: Tensor) -> Tensor:
     "X W in X's precision."
     return X * W.to(X) if W.ndim == 1 else X @ W.to(X)
 
+# %% ../../nbs/machines/01_rfm.ipynb #f1ca49fa
 @dataclass
 class Predictor:
     "A kernel machine in the metric M = W²: what is needed to predict."
@@ -290,6 +291,7 @@ def _try_metric(fit: Fit, M: Tensor) -> float:
     p.ready = M, trial
     return objective(p.Y, trial.alpha, M) if trial.residual <= 1e-4 else float("inf")
 
+# %% ../../nbs/machines/01_rfm.ipynb #6bc19ddf
 def _ready(p: Problem, M: Tensor) -> Fit | None:
     "The fit of this very metric, if it was tried last."
     return p.ready[1] if p.ready is not None and p.ready[0] is M else None
@@ -310,6 +312,7 @@ def fit_alpha(s: Settings, # with the kernel's bandwidth set
     note = noted(plan, sol.note)
     return Fit(s, p, M, W, sol.alpha.to(p.Y), sol.method, note, sol.residual)
 
+# %% ../../nbs/machines/01_rfm.ipynb #e21b0694
 def _plan_of(s: Settings, p: Problem) -> SolverPlan:
     "The plan for these data."
     (n, d), c = p.X.shape, p.Y.shape[1]
@@ -356,6 +359,7 @@ class State:
     done: bool = False
     history: list[dict[str, Any]] = field(default_factory=list) # one row a fit
 
+# %% ../../nbs/machines/01_rfm.ipynb #2b3a9384
 def first_state(s: Settings, X: Tensor) -> State:
     "M₀ = I."
     wide = torch.float32 if X.device.type == "mps" else torch.float64
@@ -384,6 +388,7 @@ def _give_up(state: State, why: str) -> None:
                   RuntimeWarning, stacklevel=6)
     state.done = True
 
+# %% ../../nbs/machines/01_rfm.ipynb #0d146855
 def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
     "The fit of the present metric; None if it failed and the run has to end."
     ready = _ready(p, state.M)
@@ -457,6 +462,7 @@ def state_to_plain(state: State) -> dict[str, Any]:
     "A state as numbers, text, containers and tensors."
     return dict(vars(state)) | dict(seen=seen_to_plain(state.seen))
 
+# %% ../../nbs/machines/01_rfm.ipynb #c12b0cc1
 def state_from_plain(d: dict[str, Any]) -> State:
     "The state again."
     return State(**d | dict(seen=seen_from_plain(d["seen"])))
@@ -485,6 +491,7 @@ class MachineRun:
     checkpoint: Path | None = None
     identity: dict[str, str] = field(default_factory=dict) # fingerprints
 
+# %% ../../nbs/machines/01_rfm.ipynb #f9ebbe66
 def _with_bandwidth(s: Settings, p: Problem) -> Settings:
     "The settings with a kernel that has its bandwidth."
     if not lacks_bandwidth(s.kernel): return replace(s)
@@ -498,6 +505,7 @@ def _split(p: Problem, share: float, seed: int) -> Problem:
     w = None if p.w is None else p.w[train]
     return Problem(p.X[train], p.Y[train], w, (p.X[out], p.Y[out]), p.flat)
 
+# %% ../../nbs/machines/01_rfm.ipynb #7f52b2b6
 def begin_run(s: Settings, p: Problem, checkpoint: str | Path | None) -> MachineRun:
     "Settle the bandwidth and the rows, and find the state to start from."
     check_together(s, p)
@@ -523,6 +531,7 @@ def _turns(run: MachineRun) -> Iterator[Fit]:
             row = state.history[-1]
             bar.set_postfix({k: row[k] for k in ("train_error", "val_error")})
 
+# %% ../../nbs/machines/01_rfm.ipynb #255b70cc
 def _bar(run: MachineRun) -> tqdm:
     "A progress bar, if it is wanted."
     s, fits = run.settings, run.settings.iters + 1

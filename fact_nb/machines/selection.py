@@ -51,6 +51,7 @@ def inverse_diagonal(K: Tensor, # n × n, upper triangle
     A.diagonal().add_(ridge)
     return torch.cholesky_inverse(torch.linalg.cholesky(A)).diagonal()
 
+# %% ../../nbs/machines/08_selection.ipynb #dd574197
 def leave_one_out(K: Tensor, # n × n, upper triangle; with weights u K uᵀ, u = √w
                   ridge: float, # nλ
                   Y: Tensor, # n × c targets
@@ -96,6 +97,7 @@ def seen_to_plain(seen: SeenFits) -> dict[str, Any]:
     return dict(last=plain(seen.last), best=plain(seen.best), worse=seen.worse,
                 ties=[plain(k) for k in seen.ties])
 
+# %% ../../nbs/machines/08_selection.ipynb #9a0fd9a5
 def seen_from_plain(d: dict[str, Any]) -> SeenFits:
     "The records again."
     kept = lambda k: None if k is None else Kept(**k)
@@ -129,6 +131,7 @@ class Last(Selection):
         assert seen.last is not None, "a run has at least one fit"
         return seen.last
 
+# %% ../../nbs/machines/08_selection.ipynb #71f0b222
 @dataclass(frozen=True)
 class Best(Last):
     "The fit with the smallest watched number; the last if none was watched."

@@ -25,6 +25,7 @@ def available_memory(device: torch.device) -> int: # bytes
     if device.type == "cuda": return int(.9 * torch.cuda.mem_get_info(device)[0])
     return int(.9 * psutil.virtual_memory().available)
 
+# %% ../../nbs/machines/07_solvers.ipynb #c1fac64d
 def memory_limit(memory: float | None, # bytes, or None
                  where: torch.device,
                 ) -> int: # bytes
@@ -83,6 +84,7 @@ class SolverPlan:
         return self.reason.value.format(n=self.n, saving=self.saving, need=need, limit=limit,
                                         iterative=iterative)
 
+# %% ../../nbs/machines/07_solvers.ipynb #2fdc0de5
 def in_gb(size: float) -> str:
     "Bytes as text."
     return f"{size / 1e9:.3g} GB"
@@ -172,6 +174,7 @@ def _refuse_iterative(weighted: bool, loo: bool) -> None:
         raise ValueError("keep='loo' works with the direct solver only: "
                          "leave solver at 'auto', or hold out rows with holdout=.2")
 
+# %% ../../nbs/machines/07_solvers.ipynb #d49bb0b2
 def _why_direct(solver: str, loo: bool) -> PlanReason:
     "The reason for the direct solver where there was no choice."
     if solver != "auto": return PlanReason.ASKED

@@ -60,6 +60,7 @@ def trace_of(M: Tensor) -> Tensor: # d × d or d vector
     "tr M."
     return M.sum() if M.ndim == 1 else M.diagonal().sum()
 
+# %% ../../nbs/machines/04_updates.ipynb #7c7aca84
 def rescale(M: Tensor, # d × d or d vector
             how: str | None, # "trace", "max" or None
            ) -> Tensor:
@@ -211,6 +212,7 @@ def fell(before: float, # φ where we are
     "Is the trial lower, and by as much as was promised?"
     return after < before and after <= before - promised
 
+# %% ../../nbs/machines/04_updates.ipynb #5c8ea6bc
 def search(W: Tensor, # where we are
            g: Tensor, # ∇φ there
            d: Tensor, # the direction
@@ -245,6 +247,7 @@ class Way:
     old: Pair | None = None # where the last step began, and the gradient there
     jump: bool = True # is FACT's own jump still tried?
 
+# %% ../../nbs/machines/04_updates.ipynb #baed29f3
 def remember(way: Way,
              g: Tensor, # ∇φ at way.W
              keep: int = 10, # pairs
@@ -262,6 +265,7 @@ class Descended(NamedTuple):
     M: Tensor | None # None: no lower point was found
     step: str # "jump", "descent" or "none"
 
+# %% ../../nbs/machines/04_updates.ipynb #a559de65
 def descend(way: Way, # of the last step
             S: Tensor, # with FACT = M S at WᵀW
             phi: float, # φ there
