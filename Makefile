@@ -11,7 +11,7 @@ ARGS ?=
 NEEDS := needed: Python >= 3.11 with venv, make, 3 GB of disk (on Debian: apt-get install make python3-venv)
 export TORCH TORCH_INDEX
 
-.PHONY: help reproduce test lab docs bench outputs readme export clean setup needs hooks release check-clean check-export check-style
+.PHONY: help reproduce test lab docs bench outputs readme export clean setup extra needs hooks release check-clean check-export check-style
 help:
 	@echo "make reproduce   run every experiment's quick preset, print the scorecard, write report/index.html"
 	@echo "make test        notebooks clean, export in sync, style and types, nbdev_test, pytest"
@@ -22,6 +22,7 @@ help:
 	@echo "make outputs     execute the notebooks and save their outputs"
 	@echo "make readme      write README.md from nbs/index.ipynb"
 	@echo "make setup       only the environment; TORCH=\"...\" takes the line that pytorch.org gives for your GPU"
+	@echo "make extra       the optional extra as well: Hugging Face, Lightning, TensorBoard (make test adds it)"
 	@echo "make hooks       git hooks for this clone: notebooks merge by cells, commits are looked at first"
 	@echo "make release     build, check and tag the version of settings.ini; nothing is uploaded"
 	@echo "make clean       remove the environment and everything that was built"
@@ -33,12 +34,16 @@ needs:
 setup:
 	@"$(BIN)/python" tools/environment.py current 2>/dev/null || { $(MAKE) --no-print-directory needs && "$(PYTHON)" tools/environment.py; }
 
+# What the tests and the pages need beyond the core: trainers, their log files, models to try.
+extra: setup
+	@"$(BIN)/python" tools/environment.py current integrations || "$(BIN)/python" tools/environment.py add integrations
+
 reproduce: setup
 	@"$(BIN)/fact" run all
 	@"$(BIN)/fact" report
 
 # Two processes: nbdev_test by itself, pytest by pytest-xdist (7 minutes instead of 13 on two cores).
-test: setup check-clean check-export check-style
+test: extra check-clean check-export check-style
 	@OMP_NUM_THREADS=1 "$(BIN)/nbdev_test" --n_workers 2
 	@OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -q -n 2 tests
 
@@ -68,7 +73,7 @@ bench: setup
 export: setup
 	@"$(BIN)/nbdev_export" && "$(BIN)/nbdev_clean"
 
-outputs: setup
+outputs: extra
 	@OMP_NUM_THREADS=1 "$(BIN)/python" tools/outputs.py
 
 readme: setup

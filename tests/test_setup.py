@@ -49,8 +49,10 @@ METADATA = """Metadata-Version: 2.1
 Name: small
 Version: 1
 Provides-Extra: dev
+Provides-Extra: integrations
 Requires-Dist: dependency
 Requires-Dist: torch
+Requires-Dist: trainer; extra == "integrations"
 """
 
 
@@ -97,7 +99,8 @@ def write_index(folder, version=f"{VERSION}+cpu", deliver=True):
 def wheels(tmp_path_factory):
     "What pip is configured for: two versions of a requirement, and torch without a local tag."
     folder = tmp_path_factory.mktemp("wheels")
-    for name, offered in dict(dependency=("1.0", "2.0"), torch=(VERSION, "8.8.0")).items():
+    offers = dict(dependency=("1.0", "2.0"), torch=(VERSION, "8.8.0"), trainer=("1.0", "2.0"))
+    for name, offered in offers.items():
         for version in offered:
             write_wheel(folder, name, version)
     return folder
@@ -110,7 +113,7 @@ def write_project(folder, settings=SETTINGS):
         shutil.copy(ROOT / "tools" / name, folder / "tools")
     (folder / "settings.ini").write_text(settings)
     (folder / "setup.py").write_text("")
-    (folder / "constraints.txt").write_text(f"dependency==1.0\ntorch=={VERSION}\n")
+    (folder / "constraints.txt").write_text(f"dependency==1.0\ntorch=={VERSION}\ntrainer==1.0\n")
     (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "backend.py").write_text(BACKEND)
     return folder
@@ -193,6 +196,43 @@ def test_interrupted_then_not_delivered_then_another_torch(tmp_path, wheels):
     done = make(folder, env, "setup", "TORCH=torch==7.7.7")
     assert done.returncode != 0 and "'make setup' starts it again" in done.stderr
     assert not stamp.exists()
+
+
+def test_the_extra_has_a_stamp_of_its_own(tmp_path, wheels):
+    "`make setup` installs the core alone; the extra is added once, and again when a pin changes."
+    folder, env = write_project(tmp_path / "project"), environ(wheels)
+    early = subprocess.run([sys.executable, "tools/environment.py", "add", "integrations"],
+                           cwd=folder, env=env, capture_output=True, text=True)
+    assert early.returncode == 1 and "run 'make setup'" in early.stderr
+    assert make(folder, env, "setup").returncode == 0 and "trainer" not in versions(folder)
+
+    added = make(folder, env, "extra")
+    assert added.returncode == 0, added.stdout + added.stderr
+    assert "adding the optional extra [integrations]" in added.stdout
+    assert versions(folder)["trainer"] == "1.0", "the pins do not reach the extra"
+    assert (folder / ".venv" / ".installed-integrations").exists()
+    assert make(folder, env, "extra").stdout == make(folder, env, "setup").stdout == ""
+
+    pins = (folder / "constraints.txt").read_text().replace("trainer==1.0", "trainer==2.0")
+    (folder / "constraints.txt").write_text(pins)
+    assert make(folder, env, "setup").returncode == 0 and versions(folder)["trainer"] == "1.0"
+    assert make(folder, env, "extra").returncode == 0 and versions(folder)["trainer"] == "2.0"
+
+    (folder / "constraints.txt").write_text(pins.replace("trainer==2.0", "trainer==3.0"))
+    failed = make(folder, env, "extra")
+    assert failed.returncode != 0 and "[integrations] was not added" in failed.stderr
+    assert not (folder / ".venv" / ".installed-integrations").exists()
+    assert make(folder, env, "setup").stdout == "", "the core does not suffer"
+
+
+@pytest.mark.parametrize("target, extra", [
+    ("reproduce", False), ("lab", False), ("bench", False), ("test", True), ("outputs", True)])
+def test_who_needs_the_extra(target, extra):
+    "A reader who reproduces the paper does not download trainers."
+    command = ["make", "-n", "-o", "setup", target]  # -n alone runs lines that call make again
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("add integrations" in done.stdout) is extra
 
 
 def kill_setup(folder, env):
@@ -432,16 +472,24 @@ def test_pin_allows_the_oldest_python_we_name(name):
 def test_everything_that_is_installed_is_pinned():
     "torch's own CUDA packages aside: which of them it needs is the build's affair."
     pinned = {canonicalize_name(name) for name in pins()}
-    todo = settings()["requirements"].split() + settings()["dev_requirements"].split()
+    kinds = ("requirements", "dev_requirements", "integrations_requirements")
+    todo = [need for kind in kinds for need in settings()[kind].split()]
     seen = set()
     while todo:
         need = Requirement(todo.pop())
         name = canonicalize_name(need.name)
-        if name in seen or re.match("nvidia|cuda|triton", name):
+        if name in seen or re.match("nvidia|cuda|triton", name) or not_here(name):
             continue
         seen.add(name)
         todo += needed_by(name, need.extras)
     assert seen - pinned == set()
+
+
+def not_here(name):
+    "A part of the optional extra that nobody added: what it needs cannot be read."
+    optional = {canonicalize_name(Requirement(need).name)
+                for need in settings()["integrations_requirements"].split()}
+    return name in optional and not list(metadata.distributions(name=name))
 
 
 def needed_by(name, extras):

@@ -1,7 +1,9 @@
 """The environment in .venv: made once, brought up to date when the files it is made from change.
 
-usage: python tools/environment.py             make it, or bring it up to date
-       python tools/environment.py current     exit status 0 if there is nothing to do
+usage: python tools/environment.py                      make it, or bring it up to date
+       python tools/environment.py current              exit status 0 if there is nothing to do
+       python tools/environment.py add EXTRA            add an optional extra to it
+       python tools/environment.py current EXTRA        exit status 0 if it is there already
 
 TORCH and TORCH_INDEX, from the Makefile, say which build of torch; see torch_build.py.
 Runs before anything is installed, so it needs the standard library only.
@@ -33,17 +35,23 @@ class Stamp(NamedTuple):
     torch: str    # what TORCH said; a later call that says nothing keeps it
 
 
-def read_stamp() -> Stamp | None:
+def stamp_file(extra: str = "") -> Path:
+    "Where the stamp of the core stands, or that of an optional extra."
+    return STAMP.with_name(f"{STAMP.name}-{extra}") if extra else STAMP
+
+
+def read_stamp(extra: str = "") -> Stamp | None:
     try:
-        return Stamp(**json.loads(STAMP.read_text(encoding="utf-8")))
+        return Stamp(**json.loads(stamp_file(extra).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def write_stamp(stamp: Stamp) -> None:
-    unfinished = STAMP.with_suffix(".part")
+def write_stamp(stamp: Stamp, extra: str = "") -> None:
+    final = stamp_file(extra)
+    unfinished = final.with_name(final.name + ".part")
     unfinished.write_text(json.dumps(stamp._asdict()), encoding="utf-8")
-    os.replace(unfinished, STAMP)
+    os.replace(unfinished, final)
 
 
 def wanted(old: Stamp | None) -> Stamp:
@@ -144,13 +152,38 @@ def set_up() -> int:
     return 1
 
 
-def current() -> int:
-    old = read_stamp()
-    return int(old is None or old != wanted(old) or not runs())
+def current(extra: str = "") -> int:
+    core, old = read_stamp(), read_stamp(extra)
+    return int(old is None or old != wanted(core) or not runs())
+
+
+def add(extra: str) -> int:
+    "An optional extra, into an environment whose core is up to date."
+    if current():
+        print("the environment itself comes first: run 'make setup'", file=sys.stderr)
+        return 1
+    if current(extra) == 0: return 0
+    print(f"adding the optional extra [{extra}] to .venv (once)", flush=True)
+    stamp_file(extra).unlink(missing_ok=True)
+    if pip_install("--use-pep517", "-e", f".[{extra}]"):
+        write_stamp(wanted(read_stamp()), extra)
+        return 0
+    print(f"[{extra}] was not added for the reason above; the rest is as it was", file=sys.stderr)
+    return 1
+
+
+def main(words: list[str]) -> int:
+    match words:
+        case []: return set_up()
+        case ["current"]: return current()
+        case ["current", extra]: return current(extra)
+        case ["add", extra]: return add(extra)
+    print(__doc__, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(current() if sys.argv[1:] == ["current"] else set_up())
+        sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit("interrupted; 'make setup' starts it again")
