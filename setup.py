@@ -23,7 +23,7 @@ setup(
     keywords=cfg["keywords"].split(),
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=["fact_nb", "fact_nb.*"]),
-    package_data={"fact_nb": ["py.typed"], "fact_nb.lab": ["claims.toml"]},
+    package_data={"fact_nb": ["py.typed"], "fact_nb.lab": ["claims.toml", "history.toml"]},
     install_requires=cfg["requirements"].split(),
     extras_require={k: cfg[f"{k}_requirements"].split() for k in ("dev", "dask", "peers", "integrations")},
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"]},

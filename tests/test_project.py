@@ -144,7 +144,7 @@ def wheel(tmp_path_factory):
     done = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp)], cwd=tmp / "src", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     with zipfile.ZipFile(next(tmp.glob("*.whl"))) as z: z.extractall(tmp / "site"); names = z.namelist()
-    assert {"fact_nb/py.typed", "fact_nb/lab/claims.toml"} <= set(names) and not any(n.startswith(("nbs/", "tests/", "tools/")) for n in names)
+    assert {"fact_nb/py.typed", "fact_nb/lab/claims.toml", "fact_nb/lab/history.toml"} <= set(names) and not any(n.startswith(("nbs/", "tests/", "tools/")) for n in names)
     return tmp
 
 

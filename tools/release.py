@@ -14,7 +14,8 @@ from configparser import ConfigParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-INSIDE = ("fact_nb/__init__.py", "fact_nb/py.typed", "fact_nb/lab/claims.toml")
+INSIDE = ("fact_nb/__init__.py", "fact_nb/py.typed", "fact_nb/lab/claims.toml",
+          "fact_nb/lab/history.toml")
 
 
 def version() -> str:

@@ -51,11 +51,13 @@ def _verdict_line(id: str, verdict: str, text: str) -> str:
 # %% ../../nbs/lab/09_cli.ipynb #059ace2e
 def _print_verdicts(exp: Experiment, result: Result) -> None:
     "What a run says about each claim of its experiment."
+    from fact_nb.lab.marks import marks_in_words
     from fact_nb.lab.scorecard import verdict_on
     for id in exp.judges:
         j = verdict_on(exp, id, result)
-        note = f"  [{j['note']}]" if j["note"] else ""
-        print(_verdict_line(id, j["verdict"], j["ours"] + note))
+        marks = marks_in_words(j["marks"])
+        said = [j["ours"], f"[{j['note']}]" if j["note"] else "", f"({marks})" if marks else ""]
+        print(_verdict_line(id, j["verdict"], "  ".join(t for t in said if t)))
 
 # %% ../../nbs/lab/09_cli.ipynb #0544e581
 class Shown(NamedTuple):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LARGEST', 'LONGEST', 'BOUNDS', 'ROWS', 'PAIRS', 'HOLDS', 'CHANGED', 'DIFFERS', 'TOO_SMALL', 'NOT_RUN', 'UsageError',
            'require', 'override', 'replace', 'check_sizes', 'least_memory', 'check_memory', 'in_grid', 'settings',
-           'Output', 'Context', 'Judgement', 'judge', 'Figure', 'Experiment', 'label_of', 'catalogue', 'registry',
-           'module_of', 'find']
+           'Output', 'Context', 'Estimate', 'Judgement', 'judge', 'Figure', 'Experiment', 'label_of', 'catalogue',
+           'registry', 'module_of', 'find']
 
 # %% ../../nbs/lab/00_experiment.ipynb #a568a41d
 import ast
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
-from .store import Result, plain
+from .store import Result, StoredUnit, plain
 
 # %% ../../nbs/lab/00_experiment.ipynb #917fc651
 if TYPE_CHECKING:
@@ -192,6 +192,23 @@ class Context:
 HOLDS, CHANGED, DIFFERS = "holds", "holds with a change", "differs"
 TOO_SMALL, NOT_RUN = "too small to judge", "not run"
 
+# %% ../../nbs/lab/00_experiment.ipynb #7f70a2d7
+@dataclass(frozen=True)
+class Estimate:
+    "A number over several runs, and how far it can be trusted."
+    name: str # of what
+    value: float
+    low: float | None = None # of its 95 % interval
+    high: float | None = None
+    p: float | None = None # of the test against no effect
+    runs: int = 0 # how many
+    over: str = "seeds" # what they are: seeds, tables, runs …
+
+    def __str__(self) -> str:
+        inside = "" if self.low is None else f" [{self.low:.3g}, {self.high:.3g}]"
+        p = "" if self.p is None else f", p = {self.p:.1g}"
+        return f"{self.name} {self.value:.3g}{inside}{p}, {self.runs} {self.over}"
+
 # %% ../../nbs/lab/00_experiment.ipynb #27e50303
 @dataclass(frozen=True)
 class Judgement:
@@ -199,6 +216,9 @@ class Judgement:
     verdict: str # holds, holds with a change, differs
     ours: str # our value, in words or figures
     note: str = "" # the change, or where it differs
+    units: tuple[StoredUnit, ...] | None = None # what it rests on; None: every unit of the run
+    estimates: tuple[Estimate, ...] = () # the numbers behind it that differ from run to run
+    vacuous: str = "" # why the check cannot fail here, where it cannot
 
     def __post_init__(self) -> None:
         known = self.verdict in (HOLDS, CHANGED, DIFFERS)
@@ -209,11 +229,12 @@ def judge(ok: bool, # does the criterion hold?
           ours: str, # our value
           note: str = "", # what to add
           change: str = "", # set when it holds only with this change to the paper's statement
+          **more: Any, # units, estimates and vacuous of `Judgement`
          ) -> Judgement:
     "A verdict from a criterion: holds, holds with the change named, or differs."
     both = "; ".join(t for t in (change, note) if t)
-    if not ok: return Judgement(DIFFERS, ours, both)
-    return Judgement(CHANGED if change else HOLDS, ours, both)
+    if not ok: return Judgement(DIFFERS, ours, both, **more)
+    return Judgement(CHANGED if change else HOLDS, ours, both, **more)
 
 # %% ../../nbs/lab/00_experiment.ipynb #f9a91ade
 @dataclass(frozen=True)
@@ -240,6 +261,8 @@ class Experiment:
     # False: run it alone, with every core, when there are several workers
     batch: Callable[[Any, dict], bool] = lambda cfg, unit: True
     workers: int = 1 # processes by default (quick always uses one); 0: one per core
+    # settings and a unit -> what counts as its size, by name; nothing: it has none
+    sizes: Callable[[Mapping, Mapping], Mapping[str, float]] = lambda settings, unit: {}
 
     def preset(self, name: str) -> Any:
         "The configuration of a preset, or a UsageError that names those there are."

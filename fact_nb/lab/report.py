@@ -25,6 +25,7 @@ import fact_nb
 from ..figures import to_svg
 from ..files import write_atomic
 from .experiment import Experiment, Figure, registry
+from .marks import marks_in_words
 from .scorecard import HERE, StoredRun, gather, origins, scorecard, totals
 from .scorecard import verdict_of
 from .store import Result
@@ -88,12 +89,14 @@ UNTOLD = ("; <em>unknown origin</em> is what git cannot tell: it is not installe
 # %% ../../nbs/lab/05_report.ipynb #f7f89ea1
 VERDICT_CSS = {"holds": "holds", "holds with a change": "change", "differs": "differs"}
 
-def _verdict(j: Mapping[str, str]) -> str:
-    "A verdict with our value and note, as HTML."
+def _verdict(j: Mapping[str, Any]) -> str:
+    "A verdict with its marks, our value, its estimates and the note, as HTML."
+    small = lambda text: f"<br><small>{escape(text)}</small>" if text else ""
     ours = f"<br>{escape(j['ours'])}" if j["ours"] else ""
-    note = f"<br><small>{escape(j['note'])}</small>" if j["note"] else ""
+    numbers = "; ".join(e["text"] for e in j["estimates"])
     css = VERDICT_CSS.get(j["verdict"], "notrun")
-    return f'<span class="v {css}">{escape(j["verdict"])}</span>{ours}{note}'
+    chip = f'<span class="v {css}">{escape(j["verdict"])}</span>'
+    return chip + small(marks_in_words(j["marks"])) + ours + small(numbers) + small(j["note"])
 
 # %% ../../nbs/lab/05_report.ipynb #6a98c7de
 def _cell(r: Mapping[str, Any], where: str) -> str:
@@ -102,12 +105,20 @@ def _cell(r: Mapping[str, Any], where: str) -> str:
     more = "".join(f'<p><small>{escape(o["title"])}</small><br>{_verdict(o)}</p>' for o in others)
     return f'<td data-h="{escape(where.capitalize())}">{_verdict(verdict_of(r, where))}{more}</td>'
 
+# %% ../../nbs/lab/05_report.ipynb #c41t3r10
+def _criterion(r: Mapping[str, Any]) -> str:
+    "The criterion, and every earlier wording with its date, as HTML."
+    older = [f"<br>{c['date']}: {escape(c['criterion'])}" for c in r["changes"][:-1]]
+    why = [f"<br>changed {c['date']}: {escape(c['why'])}" for c in r["changes"][1:]]
+    return f"Criterion: {escape(r['criterion'])}" + "".join(older + why)
+
 # %% ../../nbs/lab/05_report.ipynb #b6817360
 def _row(r: Mapping[str, Any], columns: Iterable[str]) -> str:
     "One claim as a table row."
-    text = {k: escape(r[k], quote=True) for k in ("id", "where", "claim", "criterion", "paper")}
+    text = {k: escape(r[k], quote=True) for k in ("id", "where", "claim", "paper", "check")}
     head = f'<code>{text["id"]}</code> <small>{text["where"]}</small><br>{text["claim"]}'
-    claim = f'<td>{head}<br><small>Criterion: {text["criterion"]}</small></td>'
+    rerun = f'<br><code>{text["check"]}</code>' if text["check"] else ""
+    claim = f"<td>{head}<br><small>{_criterion(r)}</small>{rerun}</td>"
     paper = f'<td data-h="Paper">{text["paper"] or "–"}</td>'
     cells = "".join(_cell(r, where) for where in columns)
     return f'<tr id="{text["id"]}">{claim}{paper}{cells}</tr>'

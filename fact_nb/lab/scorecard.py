@@ -18,6 +18,8 @@ from typing import Any, Iterable, Mapping, NamedTuple, TypedDict
 from .claims import LEDGER, PAST
 from .experiment import CHANGED, DIFFERS, HOLDS, NOT_RUN, TOO_SMALL
 from .experiment import Experiment, registry
+from .history import changes_of
+from .marks import Mark, estimates_as_rows, marked, marks_in_words
 from .store import Result, Store, is_signed, put_together, repository_results
 
 # %% ../../nbs/lab/04_scorecard.ipynb #f806f79a
@@ -122,27 +124,31 @@ class Said(TypedDict):
     ours: str # our value
     note: str # the change, or where it differs
     result: str # experiment/label
+    marks: list[Mark] # what else to know: size, seeds, vacuous, by construction
+    estimates: list[dict[str, Any]] # numbers over runs: name, value, low, high, p, runs, over, text
 
 # %% ../../nbs/lab/04_scorecard.ipynb #10e0864b
-def _nothing_said(note: str = "") -> Said:
+def _nothing_said(note: str = "", result: str = "", verdict: str = NOT_RUN) -> Said:
     "No verdict, and why."
-    return Said(verdict=NOT_RUN, ours="", note=note, result="")
+    return Said(verdict=verdict, ours="", note=note, result=result, marks=[], estimates=[])
 
 # %% ../../nbs/lab/04_scorecard.ipynb #ae07a993
 def verdict_on(exp: Experiment, # whose judge
                id: str, # of the claim
                r: Result | None, # what it is judged from
               ) -> Said:
-    "Verdict, our value, note and result label of one claim from one result."
+    "Verdict, our value, note, marks and result label of one claim from one result."
     if r is None: return _nothing_said()
+    name = f"{exp.name}/{r.label}"
     try:
         j = exp.judges[id](r)
+        if j is None: return _nothing_said(result=name, verdict=TOO_SMALL)
+        verdict, marks = marked(exp, id, r, j)
     except Exception as e:
         again = f"run it again: fact run {exp.name} --preset {r.preset}"
         return _nothing_said(f"could not be judged ({type(e).__name__}: {e}); {again}")
-    name = f"{exp.name}/{r.label}"
-    if j is None: return Said(verdict=TOO_SMALL, ours="", note="", result=name)
-    return Said(verdict=j.verdict, ours=j.ours, note=j.note, result=name)
+    return Said(verdict=verdict, ours=j.ours, note=j.note, result=name, marks=marks,
+                estimates=estimates_as_rows(j))
 
 # %% ../../nbs/lab/04_scorecard.ipynb #22e8f262
 WORST = (DIFFERS, CHANGED, HOLDS) # the first of these that a part has is the verdict of the whole
@@ -171,9 +177,12 @@ def _together(parts: Mapping[str, Said]) -> Said: # by experiment
     ours = [f"{k}: {p['ours']}" for k, p in parts.items() if p["ours"]]
     notes = [f"{k}: {p['note']}" for k, p in parts.items() if p["note"]]
     run = [p["result"] for p in parts.values() if p["verdict"] != NOT_RUN]
+    marks = [Mark(mark=m["mark"], detail=f"{k}: {m['detail']}")
+             for k, p in parts.items() for m in p["marks"]]
     return Said(verdict=_whole_verdict({p["verdict"] for p in parts.values()}),
                 ours="; ".join(ours), note="; ".join(notes + _still_open(parts)),
-                result=", ".join(run))
+                result=", ".join(run), marks=marks,
+                estimates=[e for p in parts.values() for e in p["estimates"]])
 
 # %% ../../nbs/lab/04_scorecard.ipynb #48267c56
 class OtherSaid(Said):
@@ -206,7 +215,8 @@ def _entry(id: str, # of a claim
         return _together({e.name: verdict_on(e, id, _main(runs[e.name], where)) for e in judges})
     others = [o for e in judges for o in _others(e, id, runs[e.name])]
     return of(COMMITTED) | dict(experiment=", ".join(e.name for e in judges), here=of(HERE),
-                                unknown=of(UNKNOWN), others=others)
+                                unknown=of(UNKNOWN), others=others, changes=changes_of(id),
+                                check=f"fact check {id}" if judges else "")
 
 # %% ../../nbs/lab/04_scorecard.ipynb #192ccce7
 def scorecard(results: str | Path | None = None, # folder of the result store
@@ -262,15 +272,21 @@ def table_line(width: int, *cells: str) -> str: # cells: claim, origin, verdict,
     room = max(width, 90) - len(fixed)
     return (fixed + textwrap.shorten(last, room, placeholder=" …")).rstrip()
 
+# %% ../../nbs/lab/04_scorecard.ipynb #757d76d2
+def _value_and_marks(j: Mapping[str, Any]) -> str: # what a run says
+    "Our value (or the note), after the marks."
+    marks = marks_in_words(j["marks"])
+    return " · ".join(t for t in (marks, j["ours"] or j["note"]) if t)
+
 # %% ../../nbs/lab/04_scorecard.ipynb #88cbf0a8
 def _lines(row: Mapping[str, Any], width: int) -> list[str]:
     "A claim: a line for each run that says something about it."
     main = [(where, verdict_of(row, where), "") for where in (COMMITTED, HERE, UNKNOWN)]
     star = lambda o: o["origin"] + (" *" if o["changed"] else "")
     rest = [(star(o), o, f"[{o['label']}] ") for o in row["others"]]
-    said = [x for x in main + rest if x[1]["verdict"] != NOT_RUN or x[1]["note"]]
+    said = [x for x in main + rest if x[1]["verdict"] != NOT_RUN or x[1]["note"] or x[1]["ours"]]
     ids = [row["id"]] + [""] * len(said)
-    return [table_line(width, id, where, j["verdict"], label + (j["ours"] or j["note"]))
+    return [table_line(width, id, where, j["verdict"], label + _value_and_marks(j))
             for id, (where, j, label) in zip(ids, said)]
 
 # %% ../../nbs/lab/04_scorecard.ipynb #622395ac
