@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .accumulate import GROUPS, Measurement, Options, Slot, gradient_slot
 from .accumulate import needs_gradient, share, side_obstacle, stream, width
 from .capture import Part
+from .processes import as_if_alone, in_pieces, unwrapped
 from .quantities import QUANTITIES, Quantity, Side, Source, mirror_, pull_back
 from .quantities import target, wanted
 from .report import Layer, Outer, Report, Use
@@ -49,26 +50,21 @@ def measure(model: nn.Module, # any model; left exactly as it was
     want = wanted(quantities)
     options = Options(mode, agop, probes, masks, forward, weight, max_dim, embedding, accumulate,
                       distributed, seed)
-    model = _unwrapped(model)
-    run, skipped = _prepared(model, loss_fn, weight_decay, want, quantities is not None, options)
-    _measured(run, loader)
-    warn_of_modes(run.seen.dropout, has_batch_norm(model), mode)
-    return _report(run, skipped)
+    model = unwrapped(model)
+    decay = _named(model, weight_decay)
+    with as_if_alone(model, distributed):
+        run, skipped = _prepared(model, loss_fn, decay, want, quantities is not None, options)
+        _measured(run, loader)
+        warn_of_modes(run.seen.dropout, has_batch_norm(model), mode)
+        return _report(run, skipped)
 
 # %% ../../nbs/networks/00_measure.ipynb #7ce885de
-_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-def _inner(model: nn.Module) -> nn.Module | None:
-    "The model inside a wrapper, None when this is not one."
-    if isinstance(model, _PARALLEL): return model.module
-    return getattr(model, "_orig_mod", None)
-
-# %% ../../nbs/networks/00_measure.ipynb #ff773b7f
-def _unwrapped(model: nn.Module) -> nn.Module:
-    "The model inside DistributedDataParallel, DataParallel or torch.compile."
-    while isinstance(model, nn.Module) and (inner := _inner(model)) is not None:
-        model = inner
-    return model
+def _named(model: nn.Module, # without wrappers, its weights perhaps in pieces
+           decay: float | Mapping | torch.optim.Optimizer, # in any of its forms
+          ) -> float | Mapping | torch.optim.Optimizer:
+    "The decay in a form that does not depend on which tensors hold the weights."
+    by_tensor = isinstance(decay, torch.optim.Optimizer) and in_pieces(model)
+    return decay_of(decay, weight_matrices(model)[0]) if by_tensor else decay
 
 # %% ../../nbs/networks/00_measure.ipynb #4f9dc93d
 def _check_model(model: nn.Module, loss_fn: Callable, matrices: list[Matrix],
