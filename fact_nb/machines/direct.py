@@ -16,9 +16,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from scipy.linalg import lapack
 from torch import Tensor
 
 from ..arguments import check_number, unframed
+from .threads import cores, one_core_each, spread
 from ..runtime import dtype_for
 
 # %% ../../nbs/machines/05_direct.ipynb #6219b806
@@ -154,21 +156,32 @@ def _below_(A: Tensor, # n × n, columns before j done; receives L_rp
             j: int, # first column of the panel
             e: int, # one past its last
            ) -> None:
-    "Write L_rp = (K_rp − L_r· L_p·ᵀ) L_pp⁻ᵀ below the panel."
-    L_p, L_r = A[j:e, :j], A[e:, :j]
-    R = torch.addmm(A[j:e, e:], L_p, L_r.T, alpha=-1)  # transposed: K_pr − L_p· L_r·ᵀ
+    "Write L_rp below the panel, a block of rows at a time."
+    n = A.shape[0]
     identity = torch.eye(e - j, dtype=A.dtype, device=A.device)
     inverse = torch.linalg.solve_triangular(L_pp, identity, upper=False)
-    torch.mm(R.T, inverse.T, out=A[e:, j:e])
+    several = A.device.type == "cpu" and cores() > 1
+    rows = strips(n, 512 if several else n, e)
+    for _ in spread(partial(_below_rows_, A, inverse, j, e), rows, several): pass
+
+# %% ../../nbs/machines/05_direct.ipynb #62b24c9b
+def _below_rows_(A: Tensor, inverse: Tensor, j: int, e: int, rows: tuple[int, int]) -> None:
+    "L_rp = (K_rp − L_r· L_p·ᵀ) L_pp⁻ᵀ for some rows r."
+    r = slice(*rows)
+    R = A[j:e, r]
+    if j > 0:
+        R = torch.addmm(R, A[j:e, :j], A[r, :j].T, alpha=-1)  # transposed: K_pr − L_p· L_r·ᵀ
+    torch.mm(R.T, inverse.T, out=A[r, j:e])
 
 # %% ../../nbs/machines/05_direct.ipynb #36d4b081
 def cholesky_(A: Tensor, # n × n; upper triangle K, below it anything; receives L below
               diag: Tensor, # the diagonal of K, n
               ridge: float = 0.,
-              block: int | None = None, # panel width
+              block: int | None = None, # panel width; None: what suits the matrix
              ) -> int: # 0, or the first column (from 1) where the matrix is not positive definite
     "Factor K + ridge·I = L Lᵀ in the lower triangle of A; the strict upper triangle keeps K."
     n = A.shape[0]
+    if block is None and _suits_lapack(A): return _lapack_(A, diag, ridge)
     for j, e in strips(n, block or _panel_width(A)):
         L_pp, info = _panel(A, diag, ridge, j, e)
         if info: return j + info
@@ -179,9 +192,26 @@ def cholesky_(A: Tensor, # n × n; upper triangle K, below it anything; receives
 
 # %% ../../nbs/machines/05_direct.ipynb #696fbe09
 def _panel_width(A: Tensor) -> int:
-    "Columns of a panel; on a CPU a small matrix is one panel, and a large one has narrow panels."
-    if A.device.type != "cpu": return 1024
-    return 128 if A.shape[0] > 512 else 512
+    "Columns of a panel; a small matrix on a CPU is one panel."
+    n = A.shape[0]
+    if A.device.type != "cpu": return max(128, min(1024, n // 8))
+    return 256 if n > 512 else 512
+
+# %% ../../nbs/machines/05_direct.ipynb #056f6cb5
+def _suits_lapack(A: Tensor) -> bool:
+    "One core, and numbers that LAPACK knows?"
+    known = A.device.type == "cpu" and A.dtype in (torch.float32, torch.float64)
+    small = len(A) <= 512
+    return known and A.is_contiguous() and not small and (cores() == 1 or len(A) < 1500)
+
+# %% ../../nbs/machines/05_direct.ipynb #fc173bdb
+def _lapack_(A: Tensor, diag: Tensor, ridge: float) -> int:
+    "What `cholesky_` does, by LAPACK."
+    restore_(A, diag).diagonal().add_(ridge)
+    potrf = lapack.spotrf if A.dtype == torch.float32 else lapack.dpotrf
+    with one_core_each():
+        _, info = potrf(A.numpy().T, lower=0, overwrite_a=1, clean=0)
+    return int(info)
 
 # %% ../../nbs/machines/05_direct.ipynb #2e2a7a3c
 def cho_solve(A: Tensor, # as cholesky_ leaves it
@@ -199,7 +229,7 @@ def sym_matmul(A: Tensor, # n × n, upper triangle K
     "K V from the strict upper triangle and the diagonal."
     v = V.T.contiguous()  # c × n
     out = diag.to(V) * v
-    for i, e in strips(A.shape[0], 512):
+    for i, e in strips(A.shape[0], 256):
         U = A[i:e, i:e].triu(1).to(V.dtype)
         out[:, i:e] += v[:, i:e] @ (U + U.T)
         S = A[i:e, e:].to(V.dtype)
@@ -212,7 +242,7 @@ def restore_(A: Tensor, # as cholesky_ leaves it; becomes K
              diag: Tensor, # the diagonal of K
             ) -> Tensor: # A
     "Undo cholesky_: the lower triangle becomes the mirror of the upper one again."
-    for i, e in strips(A.shape[0], 512):
+    for i, e in strips(A.shape[0], 128):
         U = A[i:e, i:e].triu(1)
         A[i:e, i:e] = U + U.T
         A[e:, i:e] = A[i:e, e:].T
@@ -255,12 +285,17 @@ def _solve_one(S: _System, ridge: float) -> _Answer:
     "One ridge, by the first step that works; A keeps K in its upper triangle."
     why = _factor(S.A, S.diag, ridge)
     if why is None: return _Answer(cho_solve(S.A, S.Y), "cholesky")
-    if not torch.isfinite(S.A.triu()).all(): raise ValueError("K contains nan or inf")
+    if not _finite(S.A): raise ValueError("K contains nan or inf")
     if S.method == "cholesky":
         raise ValueError(f"K + ridge·I is {why}: raise the ridge, use float64, "
                          "or choose 'auto' instead of 'cholesky' for the minimum-norm solution")
     answer = _in_float64(S, ridge, why)
     return _minimum_norm(S, ridge, why) if answer is None else answer
+
+# %% ../../nbs/machines/05_direct.ipynb #fdcb8b33
+def _finite(A: Tensor) -> bool: # n × n
+    "Is the upper triangle free of nan and inf?"
+    return all(bool(torch.isfinite(A[i:e, i:].triu()).all()) for i, e in strips(len(A), 512))
 
 # %% ../../nbs/machines/05_direct.ipynb #013bed3d
 def _in_float64(S: _System, ridge: float, why: str) -> _Answer | None:

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['Metric', 'NAMES', 'GeneralizedExponential', 'LowRank', 'as_points', 'metric', 'transform', 'feature_map', 'Pairs',
-           'shrink_norms', 'pairs', 'Kernel', 'lacks_bandwidth', 'evaluate_pairs', 'evaluate_both', 'row_ranges',
-           'register_kernel', 'kernel_named', 'kernel_spec', 'kernel_of', 'Laplace', 'Gaussian', 'ExpPower',
-           'Quadratic', 'Polynomial', 'Exponential', 'check_kernel', 'blocks', 'kernel_matmul', 'median_bandwidth']
+           'shrink_norms', 'pairs', 'Kernel', 'lacks_bandwidth', 'evaluate_pairs', 'evaluate_both', 'strip_rows',
+           'row_ranges', 'register_kernel', 'kernel_named', 'kernel_spec', 'kernel_of', 'Laplace', 'Gaussian',
+           'ExpPower', 'Quadratic', 'Polynomial', 'Exponential', 'check_kernel', 'blocks', 'kernel_matmul',
+           'median_bandwidth']
 
 # %% ../../nbs/machines/02_kernels.ipynb #f367ff66
 import re
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..arguments import check_number, unframed
 from ..linalg import rel_asymmetry
+from .threads import spread
 
 # %% ../../nbs/machines/02_kernels.ipynb #b3d8ed89
 @dataclass(frozen=True)
@@ -285,15 +287,24 @@ def evaluate_both(kernel: Kernel,
 # %% ../../nbs/machines/02_kernels.ipynb #2096bd82
 def _fill(kernel: Kernel, P: Pairs, K: Tensor, C: Tensor | None, mirror: bool) -> None:
     "K (and C) of all pairs, a strip of rows at a time."
-    wholes = (K,) if C is None else (K, C)
-    for i, e in row_ranges(P.shape[0], _height(P)):
-        j = i if P.same else 0
-        t = _strip(P, i, e, j, wholes[-1][i:e, j:])
-        made = (kernel.k_(t),) if C is None else kernel.kc_(t)
-        for whole, part in zip(wholes, made):
-            _store(whole, part, i, e, j)
-            if P.same and mirror:
-                _mirror(whole, i, e)
+    n, m = P.shape
+    here = P.left.device
+    make = partial(_fill_strip, kernel, P, (K,) if C is None else (K, C), mirror)
+    worth = here.type == "cpu" and n * m > 2**20
+    for _ in spread(make, row_ranges(n, strip_rows(m, here)), worth): pass
+
+# %% ../../nbs/machines/02_kernels.ipynb #0eb55c87
+def _fill_strip(kernel: Kernel, P: Pairs, wholes: tuple[Tensor, ...], mirror: bool,
+                rows: tuple[int, int]) -> None:
+    "K (and C) of some rows: in a symmetric matrix from the diagonal on."
+    i, e = rows
+    j = i if P.same else 0
+    t = _strip(P, i, e, j, wholes[-1][i:e, j:])
+    made = (kernel.k_(t),) if len(wholes) == 1 else kernel.kc_(t)
+    for whole, part in zip(wholes, made):
+        _store(whole, part, i, e, j)
+        if P.same and mirror:
+            _mirror(whole, i, e)
 
 # %% ../../nbs/machines/02_kernels.ipynb #3ca2740b
 def _strip(P: Pairs, i: int, e: int, j: int, t: Tensor) -> Tensor:
@@ -322,9 +333,12 @@ def _room(out: Tensor | None, P: Pairs) -> Tensor:
     return out
 
 # %% ../../nbs/machines/02_kernels.ipynb #b42842e9
-def _height(P: Pairs) -> int:
-    "Rows of a strip: 128 on a CPU, where the cache is small."
-    return 128 if P.left.device.type == "cpu" else P.shape[0]
+def strip_rows(m: int, # columns of the matrix
+               where: torch.device,
+              ) -> int:
+    "Rows of a strip: what fits in the cache of a core, or an eighth of the matrix on a device."
+    if where.type == "cpu": return 128
+    return max(128, min(m // 8, 2**24 // m))
 
 # %% ../../nbs/machines/02_kernels.ipynb #37f680b2
 def row_ranges(n: int, # rows in all
@@ -433,8 +447,9 @@ class Laplace(Kernel):
     def kc_(self, t: Tensor) -> tuple[Tensor, Tensor]:
         u = t.sqrt_().mul_(-1 / _length(self))                  # −r/L
         K = u.exp()
-        C = u.reciprocal_().masked_fill_(u.isinf(), 0).mul_(K)  # −KL/r
-        return K, C.mul_(1 / _length(self)**2)
+        most = torch.finfo(u.dtype).max
+        C = torch.threshold_(u.reciprocal_(), -most, 0.)        # −L/r, and 0 at r = 0
+        return K, C.mul_(K).mul_(1 / _length(self)**2)
 
 # %% ../../nbs/machines/02_kernels.ipynb #b2764b84
 @register_kernel
@@ -588,7 +603,7 @@ def blocks(X, # n × d points
     rows = max(1, min(n, int(memory) // (m * P.left.element_size())))
     buf = torch.empty(rows, m, dtype=P.left.dtype, device=P.left.device)
     for i, e in row_ranges(n, rows):
-        for a, b in row_ranges(e - i, min(rows, _height(P))):
+        for a, b in row_ranges(e - i, min(rows, strip_rows(m, buf.device))):
             place = buf[a:b]
             place.copy_(kernel.k_(_strip(P, i + a, i + b, 0, place)))
         yield slice(i, e), buf[:e - i]
@@ -620,22 +635,41 @@ def median_bandwidth(X, # n × d points
     X = as_points(X)
     some = torch.linspace(0, len(X) - 1, min(len(X), max_rows)).long()
     P = pairs(X.cpu().double()[some], None, M, kernel.radial)
-    w = torch.ones(len(some)) if weight is None else weight.cpu()[some]
-    if not kernel.radial:
-        values, counts = (P.left * P.right).sum(1).abs(), w.double()
-    else:
-        i, j = torch.triu_indices(len(some), len(some), 1)
-        values = (P.left @ P.right.T)[i, j].clamp(min=0).sqrt()
-        counts = (w[i] * w[j]).double()
-    differ = (values > 0) & (counts > 0)
-    return _weighted_median(values[differ], counts[differ]) if differ.any() else 1.
+    w = None if weight is None else weight.cpu().double()[some]
+    values, counts = _distances(P, w) if kernel.radial else ((P.left * P.right).sum(1).abs(), w)
+    differ = values > 0
+    if counts is None: return _median(values if differ.all() else values[differ])
+    differ &= counts > 0
+    return _weighted_median(values[differ], counts[differ])
 
 # %% ../../nbs/machines/02_kernels.ipynb #217346ef
+def _distances(P: Pairs, # of points with themselves
+               w: Tensor | None, # n weights
+              ) -> tuple[Tensor, Tensor | None]: # of every two points, and how often they count
+    "Distances above the diagonal."
+    n = P.shape[0]
+    i, j = torch.triu_indices(n, n, 1)
+    values = (P.left @ P.right.T)[i, j].clamp_(min=0).sqrt_()
+    return values, None if w is None else w[i].mul_(w[j])
+
+# %% ../../nbs/machines/02_kernels.ipynb #f9e61694
+def _median(values: Tensor) -> float: # 1 where there is none
+    "The lower median."
+    return float(values.median()) if len(values) else 1.
+
+# %% ../../nbs/machines/02_kernels.ipynb #bba9a826
 def _weighted_median(values: Tensor, # n
                      counts: Tensor, # n: how often each one occurs
-                    ) -> float:
+                    ) -> float: # 1 where there is none
     "The smallest value with half of the counts at or below it."
-    if (counts == 1).all(): return float(values.median())
-    values, order = values.sort()
-    total = counts[order].cumsum(0)
-    return float(values[torch.searchsorted(total, total[-1:] / 2)])
+    need = counts.sum() / 2
+    while len(values):
+        pivot = values.median()
+        low, high = values < pivot, values > pivot
+        below = counts[low].sum()
+        upto = below + counts[values == pivot].sum()
+        if below < need and (upto >= need or not high.any()): return float(pivot)
+        keep = low if below >= need else high
+        need = need if below >= need else need - upto
+        values, counts = values[keep], counts[keep]
+    return 1.

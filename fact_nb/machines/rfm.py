@@ -28,6 +28,7 @@ from .selection import ErrorMetric, Kept, SeenFits, Selection, error_of, held_ou
 from .selection import seen_from_plain, seen_to_plain, selection_rule
 from .solvers import SOLVERS, SolverPlan, memory_limit, noted, plan_fit
 from .solvers import solve_kernel
+from .threads import one_core_each
 from .updates import UPDATES, UpdateRule, check_choice, effective_rank, objective
 from .updates import rescale, root_of, trace_of, update_rule
 
@@ -205,6 +206,7 @@ class Predictor:
     flat: bool = False # were the targets a vector?
 
     @torch.no_grad()
+    @one_core_each()
     def __call__(self,
                  Z, # m × d points
                 ) -> Tensor: # m, or m × c
@@ -404,6 +406,7 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
 
 # %% ../../nbs/machines/01_rfm.ipynb #4723e645
 @torch.no_grad()
+@one_core_each()
 def turn(s: Settings, p: Problem, state: State) -> Fit | None: # None: the fit failed
     "One turn of Algorithm 1."
     start = perf_counter()
@@ -603,6 +606,7 @@ class RFM(Settings):
 
 # %% ../../nbs/machines/01_rfm.ipynb #77a4d8bd
 @torch.no_grad()
+@one_core_each()
 def _conclusion(run: MachineRun) -> tuple[Kept, list[dict[str, Any]]]: # the chosen fit, the history
     "Choose the iterate; fit α again if rows were held out, or if it was not kept."
     s, history = run.settings, run.state.history
