@@ -46,6 +46,7 @@ reproduce: setup
 test: extra check-clean check-export check-style
 	@OMP_NUM_THREADS=1 "$(BIN)/nbdev_test" --n_workers 2
 	@OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -q -n 2 tests
+	@OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -q tests/device
 
 check-clean: setup
 	@"$(BIN)/python" tools/check.py clean

@@ -114,9 +114,20 @@ def _power_or_zero(e: Tensor, s: float) -> Tensor: # e ≥ 0
 def sym_sqrt(A: Tensor, # any matrix, k × d
              power: float = 1., # 1 gives √(AAᵀ); ½ gives (AAᵀ)^¼
             ) -> Tensor: # k × k, symmetric p.s.d.
-    "√(A Aᵀ)^power = U Σ^power Uᵀ, from the SVD of A."
-    U, S, _ = torch.linalg.svd(A, full_matrices=False)
-    return (U * S.pow(power)) @ U.T
+    "√(A Aᵀ)^power = U Σ^power Uᵀ."
+    U, S = _left_singular(A)
+    return ((U * S.pow(power)) @ U.T).to(A)
+
+# %% ../nbs/00_linalg.ipynb #41a1a722
+def _left_singular(A: Tensor) -> tuple[Tensor, Tensor]: # U, k × k, and Σ; perhaps in float64
+    "Left singular vectors and singular values."
+    wide = dtype_for(A.device)
+    if A.dtype == wide or wide != torch.float64:
+        U, S, _ = torch.linalg.svd(A, full_matrices=False)
+        return U, S
+    B = A.to(wide)
+    e, U = torch.linalg.eigh(B @ B.T)
+    return U, e.clamp(min=0).sqrt()
 
 # %% ../nbs/00_linalg.ipynb #d3ffe19e
 def sym(A: Tensor) -> Tensor:

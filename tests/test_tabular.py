@@ -243,6 +243,6 @@ def test_a_baseline_is_scored_on_the_same_splits():
 @CORPUS
 def test_costs_rise_with_size_and_large_tables_run_alone():
     cfg = tabular.Config()
-    cost = lambda k: tabular.cost(cfg, dict(protocol="published", table=k))
+    cost = lambda k: tabular.experiment.cost(cfg, dict(protocol="published", table=k))
     assert cost("zoo") < cost("yeast") < cost("spambase") < cost("letter") < cost("statlog-shuttle") < cost("connect-4")
     assert tabular.batch(cfg, dict(protocol="published", table="waveform")) and not tabular.batch(cfg, dict(protocol="published", table="letter"))

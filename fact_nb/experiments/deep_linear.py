@@ -36,6 +36,7 @@ from ..networks.report import Layer, Report
 from ..networks.training import Batches, Recipe, train
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work
 from ..lab.store import Result
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #759d7dfc
@@ -343,7 +344,7 @@ def train_and_observe(cfg: Config, # settings
     sgd_in_chunks(net, D, sgd_recipe(cfg, unit["epochs"], unit["seed"]), trace, ctx)
     seen["sgd"] = observe(net, D, cfg, ctx.device)
     train(Product(net.to(dtype)), F.mse_loss, X, Y, polish_recipe(cfg),
-          checkpoint=ctx.scratch / "polish.pt", progress=ctx.progress)
+          checkpoint=ctx.scratch / "polish.pt", save_every=ctx.save_every, progress=ctx.progress)
     seen["polish"] = observe(net, D, cfg, ctx.device)
     return unit_output(cfg, unit["epochs"], seen, trace)
 
@@ -741,7 +742,23 @@ figures = dict(
         "several percent with depth and is larger with batches of 128 than of 125. The error of "
         "AGOP's power is below a millionth."))
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #458cbb33
+ON_HOST = "networks of twenty units in float64: a device would only wait for the next step"
+
+def work(cfg: Config, unit: dict) -> Work:
+    "What a unit asks of a machine."
+    L, per_epoch = unit["L"], math.ceil(cfg.n / cfg.batch)
+    around = 70 * L # small operations of a step
+    if "noise" in unit:
+        steps = (SHAKES + 1) * len(cfg.noise) * BETWEEN + cfg.polish_steps
+        return Work(steps=10. * steps * around, cpu_only=ON_HOST, double=True)
+    inner = (L - 2) * cfg.width**2 + cfg.width * (cfg.d + cfg.c)
+    steps = unit["epochs"] * per_epoch
+    gradients = 6. * inner * cfg.d # the product is multiplied from its narrow side
+    return Work(2 * steps * gradients, 2 * cfg.polish_steps * gradients + 4e10 * L,
+                (steps + cfg.polish_steps) * around + 5e4 * L, 1e8)
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #7e15f7b1
 experiment = Experiment(
     "deep_linear", "deep linear networks: AGOP's power is 1/L, FACT has nothing to tune",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

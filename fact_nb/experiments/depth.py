@@ -23,9 +23,11 @@ from ..data.images import Flat
 from ..figures import WIDTH, style
 from ..lab.experiment import DIFFERS, HOLDS, Context, Experiment, Figure, Judgement, Output
 from ..lab.experiment import in_grid, judge, require
+from ..lab.needs import Work, training_work
 from ..lab.image_networks import BACKWARD, FORWARD, TITLES, Networks, candidates
 from ..lab.image_networks import images, legend_below, look_of, measure_on, network, on_device
 from ..lab.image_networks import recipe, require_known, score, shown, train_on
+from ..lab.image_networks import network_work
 from ..lab.store import Result
 from ..linalg import cosine, pearson, rel_err
 from ..networks.report import Layer
@@ -108,7 +110,7 @@ class Window:
         self.n += 1
         for k, p in net.named_parameters():
             if p.ndim != 2 or p.grad is None: continue
-            self.sums[k] = self.sums[k] + p.grad if k in self.sums else p.grad.clone()
+            self.sums[k] = self.sums[k].to(p.grad) + p.grad if k in self.sums else p.grad.clone()
 
     def mean(self, layer: str) -> Tensor: return self.sums[f"{layer}.weight"] / self.n
     def state_dict(self) -> dict: return dict(n=self.n, sums=self.sums)
@@ -508,7 +510,16 @@ PAPER_FIGURE = Figure(
 figures = dict(forward=FORWARD_FIGURE, backward=BACKWARD_FIGURE, errors=ERRORS_FIGURE,
                paper=PAPER_FIGURE)
 
+# %% ../../nbs/experiments/02_depth.ipynb #faf2e9a1
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    cfg = presets.get(unit["setting"], cfg)
+    w = network_work(cfg, unit["dataset"], looks=3)
+    one = training_work([(1, 1)], 1, 1, 1)
+    passes = cfg.polish + cfg.window
+    return w + Work(w.flops / max(1, cfg.epochs) * passes, steps=one.steps * 40 * passes)
+
 # %% ../../nbs/experiments/02_depth.ipynb #dcedf308
 experiment = Experiment(
     "depth", "Correlations of FACT, AGOP and eNFA with WᵀW by layer: MNIST and CIFAR-10",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

@@ -22,9 +22,11 @@ from ..data.images import Flat
 from ..figures import WIDTH, style
 from ..lab.experiment import in_grid, Context, Experiment, Figure, Judgement, Output
 from ..lab.experiment import judge, require
+from ..lab.needs import Work
 from ..lab.image_networks import BACKWARD, FORWARD, Networks, RowsByEpoch
 from ..lab.image_networks import candidates, images, legend_below, listed, look_of, measure_on
 from ..lab.image_networks import network, on_device, recipe, require_known, score, train_on
+from ..lab.image_networks import network_work
 from ..lab.store import Result
 from ..linalg import pearson, rel_err
 from ..networks.quantities import bfact, fact, row_basis, variants
@@ -332,8 +334,14 @@ BACKWARD_FIGURE = Figure(
 # %% ../../nbs/experiments/03_epochs.ipynb #fc2b8d8b
 figures = dict(forward=FORWARD_FIGURE, backward=BACKWARD_FIGURE)
 
+# %% ../../nbs/experiments/03_epochs.ipynb #eb0961c6
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    cfg = presets["quick"] if unit["schedule"] == "quick" else cfg
+    return network_work(cfg, unit["dataset"], looks=cfg.looks + 1, layers=cfg.layers)
+
 # %% ../../nbs/experiments/03_epochs.ipynb #09e81712
 experiment = Experiment(
     "epochs",
     "Correlations of FACT, AGOP and eNFA with WᵀW over training, with and without annealing",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

@@ -32,6 +32,7 @@ from ..figures import COLOURS, DASHES, MARKERS, WIDTH, heatmaps, style
 from ..machines.kernels import Gaussian, Kernel, Quadratic
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work, fit_work
 from ..lab.store import Result, StoredUnit
 from ..machines.gradients import agop_core, kernel_fact
 from ..machines.rfm import RFM, Fit
@@ -164,7 +165,7 @@ def fact_facts(s: RFM,
     "Eigenvalues and asymmetry of FACT at the present fit, and its angle with M."
     M = fit.M.to(D.X)
     F = kernel_fact(s.kernel, D.X, fit.alpha, M)
-    e = torch.linalg.eigvals(F)
+    e = torch.linalg.eigvals(F.cpu()) # the host's: some builds for CUDA have none
     top = e.abs().max()
     return dict(low=float(e.real.min() / top), imag=float(e.imag.abs().max() / top),
                 asym=rel_asymmetry(F), angle=max(0., 1 - cosine(F, M)**2)**.5)
@@ -897,13 +898,18 @@ RANDOM_FIGURE = Figure(
 figures = dict(curves=CURVES_FIGURE, matrices=MATRICES_FIGURE, spectrum=SPECTRUM_FIGURE,
                ops=OPS_FIGURE, stability=STABILITY_FIGURE, random=RANDOM_FIGURE)
 
-# %% ../../nbs/experiments/07_grokking.ipynb #44691766
-def unit_cost(cfg: Config, unit: dict[str, Any]) -> float:
-    "Estimated seconds of a unit."
-    if unit["op"] == "random": return 10.
-    return 100 * unit["fraction"] * (cfg.p / 61)**4
+# %% ../../nbs/experiments/07_grokking.ipynb #0e48cff1
+ON_HOST = "random matrices with p rows: a device would only wait for the next one"
+
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    if unit["op"] == "random": return Work(steps=3e5 * cfg.draws, cpu_only=ON_HOST, double=True)
+    iters = cfg.nfa_iters if unit["method"] == "nfa" else cfg.iters
+    n = int(cfg.p**2 * unit["fraction"])
+    agop = unit["method"] in ("nfa", "centred")
+    return fit_work(n, 2 * cfg.p, cfg.p, iters + 1, agop=agop) + Work(steps=1e4 * iters)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #d502f191
 experiment = Experiment(
     "grokking", "modular arithmetic: delayed generalisation and circulant features",
-    presets, units, run_unit, judges, figures, cost=unit_cost)
+    presets, units, run_unit, judges, figures, work=work)

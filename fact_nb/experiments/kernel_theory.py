@@ -23,6 +23,7 @@ from torch import Tensor
 from ..figures import WIDTH, style
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work
 from ..lab.store import Result
 from ..linalg import psd_power, rel_asymmetry, rel_err
 from ..machines.kernels import Exponential, Gaussian, Kernel, Laplace, Polynomial, Quadratic
@@ -564,8 +565,16 @@ ERRORS_FIGURE = Figure(
 
 figures = dict(errors=ERRORS_FIGURE)
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #3d4bfb75
+ON_HOST = "a dozen points: a device would only wait for the next small matrix"
+
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    return Work(steps=50_000. if unit["part"] in ("identity", "fixed") else 20_000.,
+                cpu_only=ON_HOST, double=True)
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #ad170e9e
 experiment = Experiment(
     "kernel_theory",
     "the kernel theory against its definitions: lemmas, Prop. 5.1, updates and their fixed points",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

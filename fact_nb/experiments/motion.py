@@ -29,7 +29,9 @@ from ..data.images import Flat
 from ..figures import WIDTH, look, style
 from ..lab.experiment import in_grid, Context, Experiment, Figure, Judgement, Output
 from ..lab.experiment import judge, require
+from ..lab.needs import Work
 from ..lab.image_networks import TITLES, Networks, RowsByEpoch, images, legend_below
+from ..lab.image_networks import network_work
 from ..lab.image_networks import listed, network, on_device, recipe, shown, train_on
 from ..lab.store import Result
 from ..linalg import pearson, rel_err
@@ -527,7 +529,19 @@ CHANGE_FIGURE = Figure(
     "one column for each layer. The skipping variant lies lowest.")
 figures = dict(tracks=TRACKS_FIGURE, change=CHANGE_FIGURE)
 
+# %% ../../nbs/experiments/11_motion.ipynb #e495bdec
+ON_HOST = "a network of 32 units in float64: a device would only wait for the next step"
+
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    if unit["part"] == "exact": return Work(steps=6_000. * cfg.exact_epochs, cpu_only=ON_HOST)
+    if unit["part"] == "flow":
+        return Work(steps=1_500 * cfg.flow_time / unit["rate"], cpu_only=ON_HOST)
+    net = network_work(cfg, unit["dataset"], looks=12, layers=cfg.layers)
+    followed = Work(net.flops / 8, steps=net.steps) # a product a step, for the moving average
+    return net + followed
+
 # %% ../../nbs/experiments/11_motion.ipynb #b2e743ff
 experiment = Experiment(
     "motion", "past the paper: the moving average of FACT follows WᵀW through training",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

@@ -39,6 +39,7 @@ from ..networks.zero_decay import Dual, MeanStep, dual_fact, dual_weights
 from ..networks.zero_decay import min_norm_point, output_jacobian
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work
 from ..lab.store import Result
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #03475a1e
@@ -821,7 +822,22 @@ figures = dict(
         "to .95 at a window of one time constant and the line for the start falls to zero. With "
         "real data both are above .85."))
 
+# %% ../../nbs/experiments/12_no_decay.ipynb #aeebd2ec
+ON_HOST = "small float64 networks, followed step by step: a device would only wait"
+
+def work(cfg: Config, unit: dict) -> Work:
+    "What a unit asks of a machine."
+    steps = dict(limit=1500. * cfg.iters * len(cfg.lams), empty=1.5e5 * len(cfg.ns),
+                 zero=300. * cfg.zero_steps, noise=2e5)
+    if unit["part"] == "motion":
+        count = 2e5 + 3000 * cfg.motion_time / unit["lr"]
+    elif unit["part"] == "adamw":
+        count = sum(cfg.steps) * (250. if unit["model"] == "mlp" else 700.)
+    else:
+        count = steps[unit["part"]]
+    return Work(steps=count, cpu_only=ON_HOST, double=True)
+
 # %% ../../nbs/experiments/12_no_decay.ipynb #71f7e853
 experiment = Experiment(
     "no_decay", "without weight decay: a sum over the steps, dual weights, and AdamW's mean step",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

@@ -24,6 +24,7 @@ from ..data.synthetic import Parity, sparse_parity
 from ..figures import WIDTH, look, style
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work, fit_work
 from ..lab.parities import draw_on_support, follow, parity_on
 from ..lab.store import Result
 from ..linalg import cosine, pearson
@@ -801,9 +802,23 @@ NEED_FIGURE = Figure(
 figures = dict(features=FEATURES_FIGURE, accuracy=ACCURACY_FIGURE, window=WINDOW_FIGURE,
                later=LATER_FIGURE, need=NEED_FIGURE)
 
+# %% ../../nbs/experiments/05_parity.ipynb #97bca888
+def _fits(cfg: Config, unit: dict[str, Any]) -> float:
+    "How many kernel machines a unit fits."
+    part = unit["part"]
+    if part == "learn": return unit.get("iters", cfg.iters) + 1
+    if part == "scan": return len(cfg.ridges) * (cfg.iters + 1)
+    return unit["seeds"] * (cfg.later + 1) if part == "later" else 4 * (cfg.need_iters + 1)
+
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    d = cfg.need_d if unit["part"] == "need" else cfg.d
+    matrices = 2.2 if 2.2 * 8 * unit["n"]**2 <= cfg.memory * 1e9 else 1.2
+    return fit_work(unit["n"], d, 1, _fits(cfg, unit), matrices)
+
 # %% ../../nbs/experiments/05_parity.ipynb #b68b2de0
 experiment = Experiment(
     "parity",
     "sparse parities by FACT-RFM and NFA-RFM: features on the support, ridge windows, "
     "points needed",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

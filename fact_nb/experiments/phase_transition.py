@@ -21,6 +21,7 @@ from ..data.synthetic import Parity, sparse_parity
 from ..figures import WIDTH, look, style
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work, fit_work, mlp_shapes, training_work
 from ..lab.parities import draw_on_support, follow, parity_on, shares
 from ..lab.store import Result
 from ..linalg import pearson
@@ -167,7 +168,7 @@ def _watched_training(c: Config,
     recipe = Recipe(epochs=c.epochs, lr=c.lr, weight_decay=c.weight_decay, schedule="constant",
                     seed=seed)
     train(model, cross_entropy, P.X, P.y.long(), recipe, [looks],
-          checkpoint=ctx.scratch/"network", progress=ctx.progress)
+          checkpoint=ctx.scratch/"network", save_every=ctx.save_every, progress=ctx.progress)
     return model, looks
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #875a4826
@@ -375,8 +376,19 @@ FEATURES_FIGURE = Figure(
 # %% ../../nbs/experiments/06_phase_transition.ipynb #06934f5b
 figures = dict(curves=CURVES_FIGURE, features=FEATURES_FIGURE)
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #d3fd2ec5
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    if unit["learner"] == "mlp":
+        looks = Work(steps=5_000. * cfg.epochs * cfg.n / 64 / cfg.every)
+        return training_work(mlp_shapes(cfg.d, 2, cfg.width, cfg.hidden), cfg.n, 64,
+                             cfg.epochs) + looks
+    c = presets["quick"] if unit["learner"] == "quick" else cfg
+    matrices = 2.2 if 2.2 * 8 * c.n**2 <= c.memory * 1e9 else 1.2
+    return fit_work(c.n, c.d, 1, c.iters + 1, matrices)
+
 # %% ../../nbs/experiments/06_phase_transition.ipynb #7540d937
 experiment = Experiment(
     "phase_transition",
     "n = 25,000, k = 4: accuracy is flat, then jumps, in FACT-RFM and in a network",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

@@ -37,6 +37,7 @@ from ..networks.two_layer import two_layer_matrices as matrices
 from ..networks.two_layer import two_layer_weights as weights
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work
 from ..lab.store import Result
 
 # %% ../../nbs/experiments/01_separation.ipynb #70a5b8d7
@@ -732,7 +733,16 @@ _TREND_FIGURE = Figure(
 # %% ../../nbs/experiments/01_separation.ipynb #9823cf7e
 figures = dict(matrices=_MATRICES, scan=_SCAN_FIGURE, trend=_TREND_FIGURE)
 
+# %% ../../nbs/experiments/01_separation.ipynb #4a03f9bb
+ON_HOST = "networks of fifty weights: a device would only wait for the next step"
+
+def work(cfg: Config, unit: dict) -> Work:
+    "What a unit asks of a machine."
+    steps = dict(scan=1e6 * cfg.seeds, trend=1.5e6 * cfg.seeds, limit=1e5, lemma=6e6,
+                 adam=40. * cfg.adam_steps)
+    return Work(steps=steps[unit["part"]], cpu_only=ON_HOST, double=True)
+
 # %% ../../nbs/experiments/01_separation.ipynb #6d5acaf9
 experiment = Experiment(
     "separation", "a two-layer network on which the NFA fails and FACT holds",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

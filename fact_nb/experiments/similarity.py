@@ -29,6 +29,7 @@ from ..figures import COLOURS, WIDTH, look, style
 from ..machines.kernels import Exponential, Gaussian, Kernel, Quadratic
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work, fit_work
 from ..lab.store import Result
 from ..machines.rfm import RFM
 
@@ -565,12 +566,16 @@ OBJECTIVE_FIGURE = Figure(
 # %% ../../nbs/experiments/08_similarity.ipynb #4bfa4c1c
 figures = dict(scatter=SCATTER_FIGURE, course=COURSE_FIGURE, objective=OBJECTIVE_FIGURE)
 
-# %% ../../nbs/experiments/08_similarity.ipynb #fa8b1107
-def run_cost(cfg: Config, unit: dict[str, Any]) -> float:
-    "Estimated seconds of a unit."
-    return 100. * (cfg.p / 61)**4 if unit["task"] == "add" else 15.
+# %% ../../nbs/experiments/08_similarity.ipynb #532f43b3
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    own = unit["task"] == "add"
+    p, share = (cfg.p, cfg.fraction) if own else (cfg.other_p, cfg.other_fraction)
+    iters = cfg.nfa_iters if unit["method"] == "nfa" else cfg.iters
+    n = 1000 if unit["task"] == "parity" else int(p**2 * share)
+    return fit_work(n, 2 * p, p, 2. * (iters + 1), matrices=6., agop=True)
 
 # %% ../../nbs/experiments/08_similarity.ipynb #f1e80fb0
 experiment = Experiment(
     "similarity", "τ against k': why FACT and the NFA agree, and what NFA-RFM minimises",
-    presets, units, run_unit, judges, figures, cost=run_cost)
+    presets, units, run_unit, judges, figures, work=work)

@@ -25,6 +25,7 @@ from ..figures import WIDTH, look, style
 from ..machines.kernels import Gaussian, Kernel, Quadratic
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work, fit_work
 from ..machines.updates import defect
 from ..lab.statistics import interval
 from ..lab.store import Result, once_per_result
@@ -773,16 +774,20 @@ TABLES_FIGURE = Figure(
 figures = dict(runs=RUNS_FIGURE, map=MAP_FIGURE, pairs=PAIRS_FIGURE, tables=TABLES_FIGURE)
 
 # %% ../../nbs/experiments/13_stable.ipynb #5a4923b9
-def cost(cfg: Config, unit: dict[str, Any]) -> float: # seconds on one core
-    "Estimated seconds of a unit."
-    if unit["task"] == "table": return 3.
-    pairs = unit.get("p", cfg.p)**2 * unit.get("fraction", cfg.fraction)
-    if unit["task"] == "arrive": return cfg.arrive * (2e-3 + 2e-7 * pairs**2)
-    n = dict(parity2=cfg.n2, parity3=cfg.n3, modular=pairs)[unit["task"]]
-    return 3.5 * cfg.iters * (2e-3 + 1.2e-7 * n**2 + 2e-11 * n**3)
+ON_HOST = "tables of at most a thousand rows: a device would only wait for the next fit"
+
+def work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "What a unit asks of a machine."
+    if unit["task"] == "table": return Work(steps=2e5, cpu_only=ON_HOST, double=True)
+    p = unit.get("p", cfg.p)
+    pairs = int(p**2 * unit.get("fraction", cfg.fraction))
+    if unit["task"] == "arrive": return fit_work(pairs, 2 * p, p, 1.5 * cfg.arrive)
+    n, d, c = dict(parity2=(cfg.n2, cfg.d2, 1), parity3=(cfg.n3, cfg.d3, 1),
+                   modular=(pairs, 2 * p, p))[unit["task"]]
+    return fit_work(n, d, c, 7. * cfg.iters)
 
 # %% ../../nbs/experiments/13_stable.ipynb #05628ef6
 experiment = Experiment(
     "stable",
     "FACT-RFM by descent: no divergence over a grid of ridges, fixed points reached, tables",
-    presets, units, run_unit, judges, figures, cost)
+    presets, units, run_unit, judges, figures, work)

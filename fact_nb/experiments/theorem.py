@@ -27,6 +27,7 @@ from ..networks.measure import measure
 from ..networks.report import Layer
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.needs import Work
 from ..lab.store import Result
 
 # %% ../../nbs/experiments/00_theorem.ipynb #68a0d61f
@@ -370,7 +371,14 @@ _ERRORS = Figure(
 # %% ../../nbs/experiments/00_theorem.ipynb #e732b0ee
 figures = dict(errors=_ERRORS)
 
+# %% ../../nbs/experiments/00_theorem.ipynb #05fb2775
+ON_HOST = "small float64 problems, one step after the other: a device would only wait"
+
+def work(cfg: Config, unit: dict) -> Work:
+    "What a unit asks of a machine."
+    return Work(steps=60. * cfg.iters + 50_000, cpu_only=ON_HOST, double=True)
+
 # %% ../../nbs/experiments/00_theorem.ipynb #29ae7c13
 experiment = Experiment(
     "theorem", "FACT and bFACT as equalities at true critical points of five architectures",
-    presets, units, run_unit, judges, figures)
+    presets, units, run_unit, judges, figures, work=work)

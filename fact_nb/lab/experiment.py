@@ -23,6 +23,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
+from .needs import REFERENCE, Need, Rates, Work, seconds_of
 from .store import Result, StoredUnit, plain
 
 # %% ../../nbs/lab/00_experiment.ipynb #917fc651
@@ -182,6 +183,7 @@ class Context:
     device: "torch.device" # where to compute
     scratch: Path # a folder for checkpoints of this unit; removed when it is done
     progress: bool = True # show bars
+    save_every: float = 60. # seconds between the checkpoints of a training
 
     def bar(self, it: Iterable | None, **options: Any) -> "tqdm":
         "A progress bar below the bar of units."
@@ -256,8 +258,8 @@ class Experiment:
     # claim id -> verdict; None when this size cannot say
     judges: Mapping[str, Callable[[Result], Judgement | None]] = field(default_factory=dict)
     figures: Mapping[str, Figure] = field(default_factory=dict) # name -> figure
-    # estimated seconds of a unit: for the bar, and to give workers the longest first
-    cost: Callable[[Any, dict], float] = lambda cfg, unit: 1.
+    # what a unit asks of a machine, counted: for the estimate, the bar and the order of workers
+    work: Callable[[Any, dict], Work] = lambda cfg, unit: Work(steps=250_000)
     # False: run it alone, with every core, when there are several workers
     batch: Callable[[Any, dict], bool] = lambda cfg, unit: True
     workers: int = 1 # processes by default (quick always uses one); 0: one per core
@@ -270,10 +272,30 @@ class Experiment:
         require(name in self.presets, f"unknown preset {name!r} of {self.name}; there are: {there}")
         return self.presets[name]
 
+    def cost(self, cfg: Any, unit: dict) -> float:
+        "Seconds of a unit on a core of the reference machine."
+        return seconds_of(self.work(cfg, unit), REFERENCE)
+
+    def needs(self,
+              cfg: Any, # settings
+              rates: Rates, # of the device, from `measure_rates`
+              host: Rates | None = None, # of the CPU, for units that compute there
+              units: Sequence[dict] | None = None, # all by default
+             ) -> list[Need]: # by unit
+        "Seconds and bytes of every unit."
+        units = self.units(cfg) if units is None else units
+        return [_need(u, self.work(cfg, u), rates, host or rates) for u in units]
+
     def run(self, preset: str = "quick", **options: Any) -> Result: # as of `run_experiment`
         "Run this experiment, unit by unit; what is stored already is not done again."
         from fact_nb.lab.workers import run_experiment
         return run_experiment(self, preset, **options)
+
+# %% ../../nbs/lab/00_experiment.ipynb #7787e610
+def _need(unit: dict, work: Work, rates: Rates, host: Rates) -> Need:
+    "What one unit needs, on the device or on the host."
+    where = host if work.cpu_only else rates
+    return Need(unit, seconds_of(work, where), work.bytes, work.cpu_only)
 
 # %% ../../nbs/lab/00_experiment.ipynb #2b3574c7
 def _as_label(value: Any) -> str:

@@ -30,6 +30,7 @@ from .gradients import agop_core, fact_core
 from .iterative import KernelProduct, Nystrom, default_rank, refine_rounds
 from .kernels import Laplace, evaluate_pairs, evaluate_both, pairs, shrink_norms
 from .updates import Fact, Nfa
+from ..runtime import exact_products
 
 # %% ../../nbs/machines/09_batched.ipynb #50baaa8c
 METHODS = dict(kernel="kernel regression", nfa="NFA-RFM", fact="FACT-RFM",
@@ -108,6 +109,7 @@ def back(K: Tensor, # n × n, from `factor_`
     return torch.from_numpy(potrs(K.numpy().T, Y.numpy(), lower=not lower)[0])
 
 # %% ../../nbs/machines/09_batched.ipynb #aa57978b
+@exact_products()
 def distances(X: Tensor, # n × d, centred
               Z: Tensor, # m × d, centred like X
               M: Tensor, # B × d × d

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..arguments import check_number, unframed
 from .threads import cores, one_core_each, spread
-from ..runtime import dtype_for
+from ..runtime import dtype_for, exact_products, has_float64
 
 # %% ../../nbs/machines/05_direct.ipynb #6219b806
 @dataclass
@@ -51,6 +51,7 @@ def solve(K: Tensor, # n × n; its upper triangle is read
     return solve_grid(K, Y, [ridge], method, refine, overwrite)[0]
 
 # %% ../../nbs/machines/05_direct.ipynb #09ddf68e
+@exact_products()
 def solve_grid(K: Tensor, # n × n; its upper triangle is read
                Y: Tensor, # n or n × c
                ridges: Iterable[float], # several values of ρ = nλ
@@ -300,7 +301,7 @@ def _finite(A: Tensor) -> bool: # n × n
 # %% ../../nbs/machines/05_direct.ipynb #013bed3d
 def _in_float64(S: _System, ridge: float, why: str) -> _Answer | None:
     "The same matrix factored in float64; None where that is not possible or fails too."
-    if S.A.dtype != torch.float32 or S.A.device.type == "mps" or ridge == 0: return None
+    if S.A.dtype != torch.float32 or not has_float64(S.A.device) or ridge == 0: return None
     B = S.A.double()
     if _factor(B, S.diag.double(), ridge): return None
     note = f"{why}: factored in float64"

@@ -27,7 +27,7 @@ from ..arguments import unframed
 from ..files import write_atomic
 from .kernels import NAMES, Kernel, kernel_named, kernel_of, kernel_spec
 from .rfm import RFM, Predictor, Settings
-from .selection import ErrorMetric, Selection
+from .selection import ErrorMetric, Selection, share_of
 from .updates import UpdateRule
 from ..runtime import device as device_of
 from ..runtime import dtype_for
@@ -113,7 +113,7 @@ def _wrong_labels(F: torch.Tensor, # n × c predictions
                   mean: torch.Tensor, # c: what was taken off both
                  ) -> float:
     "Share of wrong labels."
-    return float(((F + mean).argmax(1) != (Y + mean).argmax(1)).double().mean())
+    return share_of((F + mean).argmax(1) != (Y + mean).argmax(1))
 
 # %% ../../nbs/machines/00_estimators.ipynb #8d2f2f7e
 def _fit_machine(est: _Machine,

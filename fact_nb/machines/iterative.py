@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import sym
-from ..runtime import dtype_for
+from ..runtime import dtype_for, exact_products
 from .direct import Solution, check_system, strips
 from .kernels import Kernel, Pairs, as_points, evaluate_pairs, pairs
 
@@ -94,6 +94,7 @@ def _tile_shape(tile: tuple[int, int] | None, where: torch.device) -> tuple[int,
     return tile
 
 # %% ../../nbs/machines/06_iterative.ipynb #ab7166db
+@exact_products()
 def form_tile(op: KernelProduct,
               i: int, # rows i … e
               e: int,

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..arguments import check_number, unframed
 from ..linalg import rel_asymmetry
 from .threads import spread
+from ..runtime import exact_products
 
 # %% ../../nbs/machines/02_kernels.ipynb #b3d8ed89
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def shrink_norms(norms: Tensor) -> Tensor:
     return norms * (1 - q * torch.finfo(norms.dtype).eps)
 
 # %% ../../nbs/machines/02_kernels.ipynb #3342b549
+@exact_products()
 def pairs(X, # n × d points
           Z, # m × d points, or None for X itself
           M, # metric in any form
@@ -307,6 +309,7 @@ def _fill_strip(kernel: Kernel, P: Pairs, wholes: tuple[Tensor, ...], mirror: bo
             _mirror(whole, i, e)
 
 # %% ../../nbs/machines/02_kernels.ipynb #3ca2740b
+@exact_products()
 def _strip(P: Pairs, i: int, e: int, j: int, t: Tensor) -> Tensor:
     "t of rows i:e, columns j:, in the given memory."
     torch.mm(P.left[i:e], P.right[j:].T, out=t)
@@ -360,6 +363,7 @@ def _wants_gradient(P: Pairs) -> bool:
     return torch.is_grad_enabled() and (P.left.requires_grad or P.right.requires_grad)
 
 # %% ../../nbs/machines/02_kernels.ipynb #fb8d440c
+@exact_products()
 def _differentiable(P: Pairs) -> Tensor: # n × m
     "t in one piece."
     t = P.left @ P.right.T
@@ -609,6 +613,7 @@ def blocks(X, # n × d points
         yield slice(i, e), buf[:e - i]
 
 # %% ../../nbs/machines/02_kernels.ipynb #a97fc8f6
+@exact_products()
 def kernel_matmul(kernel: Kernel,
                   X, # n × d points
                   Z, # m × d points, or None for X itself

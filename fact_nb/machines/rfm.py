@@ -31,6 +31,7 @@ from .solvers import solve_kernel
 from .threads import one_core_each
 from .updates import UPDATES, UpdateRule, check_choice, effective_rank, objective
 from .updates import rescale, root_of, trace_of, update_rule
+from ..runtime import dtype_for
 
 # %% ../../nbs/machines/01_rfm.ipynb #111a583f
 @dataclass
@@ -364,8 +365,7 @@ class State:
 # %% ../../nbs/machines/01_rfm.ipynb #2b3a9384
 def first_state(s: Settings, X: Tensor) -> State:
     "M₀ = I."
-    wide = torch.float32 if X.device.type == "mps" else torch.float64
-    M = torch.ones(X.shape[1], dtype=wide, device=X.device)
+    M = torch.ones(X.shape[1], dtype=dtype_for(X.device), device=X.device)
     return State(M if s.diagonal else M.diag(), trace=float(X.shape[1]))
 
 # %% ../../nbs/machines/01_rfm.ipynb #8513f7b2
@@ -377,7 +377,8 @@ def _row(fit: Fit, trace: float) -> dict[str, Any]:
     if fit.residual > 1e-4:
         F = predict(p.X)
     val = None if p.val is None else error_of(s.metric, predict(p.val[0]), p.val[1])
-    fitted = float((p.Y.double() * fit.alpha.double()).sum()) / 2
+    wide = dtype_for(p.Y.device)
+    fitted = float((p.Y.to(wide) * fit.alpha.to(wide)).sum()) / 2
     return dict(iter=fit.t, train_error=error_of(s.metric, F, p.Y), val_error=val,
                 objective=fitted + trace / 2, trace=trace, effective_rank=effective_rank(fit.M),
                 solver=fit.solver, note=fit.note, residual=fit.residual)
@@ -478,10 +479,16 @@ def _state_in(path: Path, known: dict[str, str], s: Settings, X: Tensor) -> Stat
     plain = load_state(path, known, X.device)
     if plain is None: return first_state(s, X)
     try:
+        plain["history"] = [_on_host(row) for row in plain["history"]]
         return state_from_plain(plain)
     except (KeyError, TypeError):
         raise ValueError(f"{path} is not a readable checkpoint (another version wrote it): "
                          "delete it to start afresh") from None
+
+# %% ../../nbs/machines/01_rfm.ipynb #a1de14a5
+def _on_host(row: dict[str, Any]) -> dict[str, Any]:
+    "A row of the history with its tensors on the CPU."
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in row.items()}
 
 # %% ../../nbs/machines/01_rfm.ipynb #ff333e15
 @dataclass

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..arguments import check_number
 from ..linalg import psd_power, sym, sym_sqrt
+from ..runtime import dtype_for
 
 # %% ../../nbs/machines/04_updates.ipynb #939fa2ce
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def objective(Y: Tensor, # n × c targets
              ) -> float:
     "φ(M) = ½⟨Y, α⟩ + ½ tr M."
     trace = M.sum() if M.ndim == 1 else M.trace()
-    return float((Y.double() * alpha.double()).sum() + trace) / 2
+    wide = dtype_for(Y.device)
+    return float((Y.to(wide) * alpha.to(wide)).sum() + trace) / 2
 
 # %% ../../nbs/machines/04_updates.ipynb #d6367d96
 def metric_of(W: Tensor) -> Tensor: # k × d, or d

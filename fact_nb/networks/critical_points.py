@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..runtime import one_thread
+from ..runtime import has_float64, one_thread
 
 # %% ../../nbs/networks/09_critical_points.ipynb #558f2b6e
 @dataclass
@@ -39,7 +39,9 @@ def critical_point(loss: Objective, # of one flat vector; built from torch opera
                    newton: int = 20, # at most so many Newton steps after it; 0 for none
                   ) -> Critical:
     "A critical point of `loss` near a minimum reached from `theta0`, in float64."
-    theta0 = torch.as_tensor(theta0).detach().to("cpu", torch.float64)
+    theta0 = torch.as_tensor(theta0).detach()
+    _check_float64(theta0.device)
+    theta0 = theta0.double()
     if not torch.isfinite(theta0).all():
         raise ValueError("the starting point contains nan or inf")
     with one_thread(): # these problems are small
@@ -51,6 +53,13 @@ def critical_point(loss: Objective, # of one flat vector; built from torch opera
     gradient = torch.func.grad(loss)(theta)
     return Critical(theta, value, gradient.norm().item(), descended, polished)
 
+# %% ../../nbs/networks/09_critical_points.ipynb #e1f632fb
+def _check_float64(where: torch.device) -> None:
+    "Raise on a device that cannot hold a critical point."
+    if has_float64(where): return
+    raise ValueError(f"{where} has no float64, without which no gradient vanishes: "
+                     "move the model to the CPU first, with model.cpu()")
+
 # %% ../../nbs/networks/09_critical_points.ipynb #0d5ac517
 def _lbfgs(loss: Objective,
            theta0: Tensor,
@@ -59,13 +68,14 @@ def _lbfgs(loss: Objective,
           ) -> tuple[Tensor, int]: # the end point, iterations taken
     "Minimise from theta0."
     def value_and_grad(z: np.ndarray) -> tuple[float, np.ndarray]:
-        theta = torch.from_numpy(z.copy()).requires_grad_()
+        theta = torch.from_numpy(z.copy()).to(theta0.device).requires_grad_()
         with torch.enable_grad():
             value = loss(theta)
-        return value.item(), torch.autograd.grad(value, theta)[0].numpy()
+        return value.item(), torch.autograd.grad(value, theta)[0].cpu().numpy()
     limits = dict(maxiter=iters, maxfun=2 * iters, ftol=0., gtol=gtol, maxcor=50)
-    out = minimize(value_and_grad, theta0.numpy(), jac=True, method="L-BFGS-B", options=limits)
-    return torch.from_numpy(out.x), out.nit
+    start = theta0.cpu().numpy()
+    out = minimize(value_and_grad, start, jac=True, method="L-BFGS-B", options=limits)
+    return torch.from_numpy(out.x).to(theta0.device), out.nit
 
 # %% ../../nbs/networks/09_critical_points.ipynb #e50784b3
 def _newton_step(H: Tensor, # P × P, symmetric
@@ -84,7 +94,8 @@ def _newton(loss: Objective,
            ) -> tuple[Tensor, int]: # the end point, steps taken
     "Newton steps on ‖∇‖ with the pseudo-inverse of the Hessian, as long as they help."
     if not steps: return theta, 0
-    grad, hess = torch.func.grad(loss), torch.func.hessian(loss)
+    grad = torch.func.grad(loss)
+    hess = torch.func.jacrev(grad)
     g = grad(theta)
     for k in range(steps):
         new = theta - _newton_step(hess(theta), g)
@@ -117,6 +128,7 @@ def train_to_critical(model: nn.Module, # changed in place: float64, and at the 
     "Bring every parameter of a small model to a critical point of the full-batch loss with decay."
     if not weight_decay > 0:
         raise ValueError("weight_decay must be positive: without it FACT is not defined")
+    _check_float64(X.device)
     model.double()
     X, y = _in_double(X), _in_double(y)
     start = {n: p.detach() for n, p in model.named_parameters()}

@@ -8,6 +8,7 @@ __all__ = ['LossFn', 'Batches', 'cross_entropy', 'is_classes', 'correct', 'evalu
 
 # %% ../../nbs/networks/08_training.ipynb #d7f3dbfc
 import math
+from time import perf_counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from tqdm.auto import tqdm
 
 from ..arguments import Limits, check_number, unframed
 from ..files import NotAState, OtherRun, fingerprint, load_state, save_state
-from ..runtime import seeded
+from ..runtime import forked_random, random_state, seeded, set_random_state
 from .quantities import residual
 from .weights import Matrix, weight_matrices
 
@@ -171,6 +172,8 @@ class Training:
     callbacks: Sequence[Callable] = () # called as callback(model, count)
     test: Batches | None = None # held out
     path: Path | None = None # of the checkpoint
+    save_every: float = 0. # seconds between checkpoints, at least
+    saved: float = field(default_factory=perf_counter) # when the last one was written
     phase: str = "sgd" # then "polish", then "done"
     epoch: int = 0 # epochs and polish units finished
     step: int = 0 # steps taken, polish steps included
@@ -202,6 +205,7 @@ def train(model: nn.Module, # trained in place
           test: tuple[Tensor, Tensor] | None = None, # held-out inputs and targets, for every epoch
           checkpoint: str | Path | None = None, # where to write, and to continue from
           resume: bool = True, # False: ignore a checkpoint that is there
+          save_every: float = 0., # write it when so many seconds have passed; 0: after every epoch
           progress: bool = True, # show a bar
          ) -> Training:
     "Train a model by the recipe, on its device; continues from `checkpoint` if there is one."
@@ -209,7 +213,8 @@ def train(model: nn.Module, # trained in place
     order = torch.Generator().manual_seed(recipe.seed)
     data = Batches(*_pair(X, y, ("X", "y"), model), recipe.batch_size, order)
     path = Path(checkpoint) if checkpoint else None
-    run = Training(model, loss_fn, data, recipe, callbacks, _held_out(test, model), path)
+    run = Training(model, loss_fn, data, recipe, callbacks, _held_out(test, model), path,
+                   check_number(save_every, "save_every", low=0))
     total = recipe.epochs * len(data) + recipe.polish_steps
     bar = tqdm(total=total, unit="step", disable=not progress, leave=False)
     with seeded(recipe.seed), bar as run.bar:
@@ -286,8 +291,7 @@ def residuals(model: nn.Module, # its mode, buffers, gradients and the random st
     Ws = _trained(model)
     buffers = {n: b.clone() for n, b in model.named_buffers()}       # batch-norm writes to these
     apart = lambda x: functional_call(model, buffers, (x,))
-    gpus = list(range(torch.cuda.device_count())) if data.X.is_cuda else []
-    with torch.random.fork_rng(devices=gpus):
+    with forked_random():
         _, Gs = full_gradient(apart, [W.param for W in Ws], loss_fn, data)
     return {W.name: _residual(W, G, weight_decay) for W, G in zip(Ws, Gs)}
 
@@ -304,8 +308,9 @@ def _residual(W: Matrix, G: Tensor, weight_decay: float) -> float:
 # %% ../../nbs/networks/08_training.ipynb #499c9f7f
 def stable_rank(W: Tensor) -> float: # 0 for a zero matrix, at most the rank
     "‖W‖_F² / ‖W‖₂²."
-    if not W.norm() > 0: return 0.
-    return float((W.norm() / torch.linalg.matrix_norm(W, 2))**2)
+    N = W @ W.T if W.shape[0] <= W.shape[1] else W.T @ W
+    largest = torch.linalg.eigvalsh(N)[-1] # ‖W‖₂², without an SVD
+    return float(N.trace() / largest) if largest > 0 else 0.
 
 # %% ../../nbs/networks/08_training.ipynb #d542bbe3
 def stable_ranks(model: nn.Module) -> dict[str, float]: # by layer
@@ -336,8 +341,14 @@ def _run(s: Training, resume: bool) -> None:
     while s.phase != "done":
         if _unit(s):
             _next_phase(s)
-        if s.path:
+        if s.path and _save_is_due(s):
             _save(s, s.path)
+            s.saved = perf_counter()
+
+# %% ../../nbs/networks/08_training.ipynb #916e54d7
+def _save_is_due(s: Training) -> bool:
+    "Is it time for a checkpoint? The end of a run is always kept."
+    return s.phase == "done" or perf_counter() - s.saved >= s.save_every
 
 # %% ../../nbs/networks/08_training.ipynb #34bcb671
 def _start(s: Training) -> None:
@@ -552,8 +563,9 @@ def _save(s: Training, path: Path) -> None:
     "Write the whole state of the run."
     counters = {k: getattr(s, k) for k in _COUNTERS}
     parts = dict(model=s.model.state_dict(), optimizer=s.optimizer.state_dict())
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    chance = dict(order=_order(s).get_state(), rng=torch.get_rng_state(), cuda=cuda)
+    where = s.data.X.device
+    chance = dict(order=_order(s).get_state(), rng=torch.get_rng_state(),
+                  device=where.type, device_rng=random_state(where))
     callbacks = [cb.state_dict() if hasattr(cb, "state_dict") else None for cb in s.callbacks]
     save_state(path, counters | parts | chance | dict(callbacks=callbacks), s.identity)
 
@@ -606,8 +618,9 @@ def _restore_chance(s: Training, state: dict[str, Any]) -> None:
     "The order of samples and the global random numbers go on where they were."
     _order(s).set_state(state["order"])
     torch.set_rng_state(state["rng"])
-    if not state["cuda"] or not torch.cuda.is_available(): return
-    torch.cuda.set_rng_state_all(state["cuda"])
+    where = s.data.X.device
+    if state.get("device") == where.type: # another kind of device draws other numbers anyway
+        set_random_state(where, state["device_rng"].cpu())
 
 # %% ../../nbs/networks/08_training.ipynb #713646e2
 def _restore_callbacks(s: Training, states: Sequence[dict | None]) -> None:

@@ -185,6 +185,10 @@ class MeanStep:
         "Continue from a state of a `MeanStep` with the same options."
         for k in _KEPT:
             setattr(self, k, saved[k])
+        for sums in (self.first, self.last, self.decayed, self.grads):
+            for name, x in self.matrices.items():
+                if name in sums:
+                    sums[name] = sums[name].to(x.param.device) # a state is read on the host
 
 _KEPT = ("count", "first", "last", "decayed", "grads", "eta", "lam", "skipped")
 
