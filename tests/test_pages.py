@@ -243,3 +243,16 @@ def test_names_lead_to_their_own_entries(site):
                 assert full.endswith("." + said.removeprefix("fact_nb.")), f"{name}: {said} → {full}"
                 checked += 1
     assert checked > 100
+
+
+# The home page.
+
+def test_cards_of_the_home_page():
+    "Three cards of at most four lines; test_project.py pastes them."
+    texts = [c.source for c in nbformat.read(ROOT / "nbs" / "index.ipynb", 4).cells]
+    cards = next(t for t in texts if t.startswith("::::: {.cards}"))
+    fences = re.findall(r"```(\w+)\n(.*?)```", cards, re.S)
+    assert [kind for kind, _ in fences] == ["python", "python", "sh"]
+    assert all(len(code.splitlines()) <= 4 for _, code in fences)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(code in readme for _, code in fences)

@@ -257,7 +257,9 @@ def limit_matrices(p: float, # weight of the uniform part
     return dict(NFM=W.T @ W, AGOP=(w[:, None] * df).T @ df)
 
 # %% ../../nbs/experiments/01_separation.ipynb #caffab46
-def agop_column(s: float) -> str: return f"AGOP^{s:g}"
+def agop_column(s: float) -> str:
+    "The name of the column of a power of AGOP."
+    return f"AGOP^{s:g}"
 
 # %% ../../nbs/experiments/01_separation.ipynb #8433eed0
 def alignment_row(M: dict[str, Tensor], # by name; the closed form has no FACT and no eNFA
@@ -388,10 +390,14 @@ def lowest_rows(r: Result, part: str = "scan") -> pd.DataFrame:
     return rows[rows.best == True]  # noqa: E712  the column holds nan in other rows
 
 # %% ../../nbs/experiments/01_separation.ipynb #c91e8698
-def not_collapsed(rows: pd.DataFrame) -> pd.DataFrame: return rows[rows.stable_rank > 1.5]
+def not_collapsed(rows: pd.DataFrame) -> pd.DataFrame:
+    "Rows whose network has a stable rank above 1.5."
+    return rows[rows.stable_rank > 1.5]
 
 # %% ../../nbs/experiments/01_separation.ipynb #f811c95c
-def is_settled(rows: pd.DataFrame) -> pd.Series: return rows.lam <= rows.p / 9.99
+def is_settled(rows: pd.DataFrame) -> pd.Series:
+    "Where λ is at most a tenth of p."
+    return rows.lam <= rows.p / 9.99
 
 # %% ../../nbs/experiments/01_separation.ipynb #ebf70410
 def paper_minimiser(r: Result) -> pd.Series | None:
@@ -445,7 +451,9 @@ def judge_fact_holds(r: Result) -> Judgement:
                  f"cos ≥ {least:.6f}, r ≤ {most:.1e} over {len(rows)} settings")
 
 # %% ../../nbs/experiments/01_separation.ipynb #22779f40
-def agop_columns(r: Result) -> list[str]: return [agop_column(s) for s in r.config["powers"]]
+def agop_columns(r: Result) -> list[str]:
+    "The columns of the powers of AGOP that a result has."
+    return [agop_column(s) for s in r.config["powers"]]
 
 # %% ../../nbs/experiments/01_separation.ipynb #81faf46d
 def closed_form_trend(r: Result) -> pd.DataFrame:
@@ -543,7 +551,9 @@ def count_proof_checks(r: Result, # a result
     return CheckCount(int(rows.ok.sum()), len(rows))
 
 # %% ../../nbs/experiments/01_separation.ipynb #d0493d64
-def rows_of_lemma(r: Result, name: str) -> pd.DataFrame: return r.df[r.df.lemma == name]
+def rows_of_lemma(r: Result, name: str) -> pd.DataFrame:
+    "What a result says about one step of the proof."
+    return r.df[r.df.lemma == name]
 
 # %% ../../nbs/experiments/01_separation.ipynb #7b0d133f
 def judge_step1(r: Result) -> Judgement:

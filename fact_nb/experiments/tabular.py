@@ -100,7 +100,9 @@ def size_of_table(name: str) -> TableSize:
     return dict(breast_cancer=TableSize(569, 30, 2), digits=TableSize(1797, 64, 10))[name]
 
 # %% ../../nbs/experiments/10_tabular.ipynb #9febc8c2
-def rows_in(name: str) -> int: return size_of_table(name).n
+def rows_in(name: str) -> int:
+    "How many rows a table of the benchmark has."
+    return size_of_table(name).n
 
 # %% ../../nbs/experiments/10_tabular.ipynb #6f25227e
 def _exams(cfg: Config, tables: list[str]) -> list[dict[str, str]]:
