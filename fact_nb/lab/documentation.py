@@ -8,7 +8,7 @@ __all__ = ['INDEX', 'SHOWN', 'Home', 'offered_by', 'places', 'lines_of', 'source
            'entry', 'Entry', 'definitions', 'fenced', 'summary_of', 'is_test', 'Page', 'is_section', 'add_entries',
            'abbreviations', 'explain_once', 'link_prose', 'fold_tests']
 
-# %% ../../nbs/lab/14_documentation.ipynb #03d10c1a
+# %% ../../nbs/lab/14_documentation.ipynb #3129cad3
 import ast
 import inspect
 import json
@@ -30,7 +30,7 @@ import fact_nb
 from .. import _modidx
 from ..explain import comments_of, default_in_words, type_in_words
 
-# %% ../../nbs/lab/14_documentation.ipynb #68f30422
+# %% ../../nbs/lab/14_documentation.ipynb #1d0031f8
 INDEX: dict[str, Any] = _modidx.d
 
 class Home(NamedTuple):
@@ -39,7 +39,7 @@ class Home(NamedTuple):
     anchor: str # on that page
     file: str # of the package
 
-# %% ../../nbs/lab/14_documentation.ipynb #aee93487
+# %% ../../nbs/lab/14_documentation.ipynb #4f74f252
 @cache
 def offered_by(file: str) -> frozenset[str]:
     "What a file of the package lists in `__all__`; it is read, not imported."
@@ -49,7 +49,7 @@ def offered_by(file: str) -> frozenset[str]:
             return frozenset(ast.literal_eval(node.value))
     return frozenset()
 
-# %% ../../nbs/lab/14_documentation.ipynb #20e63263
+# %% ../../nbs/lab/14_documentation.ipynb #a1251049
 @cache
 def places() -> dict[str, Home]: # full name → place
     "Every public function, class and method of the package."
@@ -62,7 +62,7 @@ def places() -> dict[str, Home]: # full name → place
             found[name] = Home(page, anchor, file)
     return found
 
-# %% ../../nbs/lab/14_documentation.ipynb #453c7e48
+# %% ../../nbs/lab/14_documentation.ipynb #71144b04
 @cache
 def lines_of(file: str) -> dict[str, int]: # name, or Class.method → line
     "Where the definitions of a file of the package begin."
@@ -76,7 +76,7 @@ def lines_of(file: str) -> dict[str, int]: # name, or Class.method → line
         found |= {f"{node.name}.{n.name}": n.lineno for n in methods}
     return found
 
-# %% ../../nbs/lab/14_documentation.ipynb #ee94b76a
+# %% ../../nbs/lab/14_documentation.ipynb #9ec9c808
 def source_url(full_name: str) -> str:
     "Address of the source of a public name; empty for a name that is not in the index."
     place = places().get(full_name)
@@ -85,7 +85,7 @@ def source_url(full_name: str) -> str:
     line = lines_of(place.file).get(full_name.removeprefix(module + "."), 1)
     return f'{settings["git_url"]}/blob/{settings["branch"]}/{place.file}#L{line}'
 
-# %% ../../nbs/lab/14_documentation.ipynb #28c90286
+# %% ../../nbs/lab/14_documentation.ipynb #6ec949e6
 def source_of_function(f: Any) -> str:
     "Address of the source of a function of the package, also of a private one; or nothing."
     file = getattr(f, "__module__", "").replace(".", "/") + ".py"
@@ -95,7 +95,7 @@ def source_of_function(f: Any) -> str:
     settings = INDEX["settings"]
     return f'{settings["git_url"]}/blob/{settings["branch"]}/{file}#L{line}' if line else ""
 
-# %% ../../nbs/lab/14_documentation.ipynb #2f5faf49
+# %% ../../nbs/lab/14_documentation.ipynb #4196d6bf
 @dataclass(frozen=True)
 class Vocabulary:
     "What names mean in one notebook."
@@ -110,7 +110,7 @@ class Vocabulary:
             whole.append(self.known[head] + (f".{rest}" if rest else ""))
         return next((n for n in whole if n in places()), "")
 
-# %% ../../nbs/lab/14_documentation.ipynb #00b3ff36
+# %% ../../nbs/lab/14_documentation.ipynb #2911fd8b
 def address(v: Vocabulary, name: str) -> str:
     "Where a name's entry is, seen from the page of the notebook; empty if it means nothing there."
     place = places().get(v.full_name(name))
@@ -119,7 +119,7 @@ def address(v: Vocabulary, name: str) -> str:
     path = os.path.relpath(place.page, os.path.dirname(v.page) or ".")
     return f"{Path(path).as_posix()}#{place.anchor}"
 
-# %% ../../nbs/lab/14_documentation.ipynb #53badab3
+# %% ../../nbs/lab/14_documentation.ipynb #ba94630b
 _ROOT_NAMES = {n: f"fact_nb.{n}" for n in fact_nb.__all__}
 
 def _imported(source: str) -> dict[str, str]:
@@ -135,7 +135,7 @@ def _imported(source: str) -> dict[str, str]:
         found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
     return found
 
-# %% ../../nbs/lab/14_documentation.ipynb #7f1d472a
+# %% ../../nbs/lab/14_documentation.ipynb #694ba62c
 def _at_home(full_name: str) -> str:
     "fact_nb.measure → fact_nb.networks.measure.measure: where a name of the root is written."
     if full_name not in _ROOT_NAMES.values(): return full_name
@@ -143,7 +143,7 @@ def _at_home(full_name: str) -> str:
     if inspect.ismodule(obj): return obj.__name__
     return f"{obj.__module__}.{obj.__qualname__}"
 
-# %% ../../nbs/lab/14_documentation.ipynb #1f3dfff4
+# %% ../../nbs/lab/14_documentation.ipynb #df4c021a
 def vocabulary(page: str, # of the notebook, from the top of the site
                sources: list[str], # its code cells
                module: str = "", # the module that it writes
@@ -158,7 +158,7 @@ def vocabulary(page: str, # of the notebook, from the top of the site
         known |= {n: own + n for n in inside if "." not in n}
     return Vocabulary(page, {k: _at_home(v) for k, v in known.items()})
 
-# %% ../../nbs/lab/14_documentation.ipynb #07d6a247
+# %% ../../nbs/lab/14_documentation.ipynb #379ae213
 _NAME = re.compile(r"(?<!\[)`([A-Za-z_][\w.]*)(\(\))?`(?!\])")
 
 def link_names(text: str, v: Vocabulary) -> str:
@@ -169,7 +169,7 @@ def link_names(text: str, v: Vocabulary) -> str:
     blocks = re.split(r"(^```.*?^```[^\n]*$)", text, flags=re.M | re.S)
     return "".join(b if b.startswith("```") else _NAME.sub(linked, b) for b in blocks)
 
-# %% ../../nbs/lab/14_documentation.ipynb #c0a645d4
+# %% ../../nbs/lab/14_documentation.ipynb #96947c2e
 def _words(comment: str, v: Vocabulary) -> str:
     "A comment as HTML: backticks become code, known names links."
     parts = re.split(r"`([^`]+)`", comment)
@@ -180,7 +180,7 @@ def _words(comment: str, v: Vocabulary) -> str:
         shown.append(f'<a href="{where}">{text}</a>' if where else text)
     return "".join(shown)
 
-# %% ../../nbs/lab/14_documentation.ipynb #146a55de
+# %% ../../nbs/lab/14_documentation.ipynb #87f1ddb9
 def _written(cls: type) -> set[str]:
     "Names that a class or an ancestor of it defines, `object` not counted."
     return {name for c in cls.__mro__[:-1] for name in vars(c)}
@@ -196,7 +196,7 @@ def _signature(obj: Callable) -> inspect.Signature | None:
     except (TypeError, ValueError):
         return None
 
-# %% ../../nbs/lab/14_documentation.ipynb #d2d1453e
+# %% ../../nbs/lab/14_documentation.ipynb #a02962bd
 _STARS: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*",
                              inspect.Parameter.VAR_KEYWORD: "**"}
 
@@ -207,7 +207,7 @@ def _parameters(obj: Callable) -> list[inspect.Parameter]:
     is_method = "." in getattr(obj, "__qualname__", "").rpartition("<locals>.")[2]
     return given[1:] if is_method and given and given[0].name in ("self", "cls") else given
 
-# %% ../../nbs/lab/14_documentation.ipynb #fb024df6
+# %% ../../nbs/lab/14_documentation.ipynb #6343e855
 def _short_default(p: inspect.Parameter) -> str:
     "A default as it stands in a call or a table."
     text = default_in_words(p).removeprefix("default ")
@@ -215,7 +215,7 @@ def _short_default(p: inspect.Parameter) -> str:
     text = re.sub(r"<(\w+)\.(\w+): [^>]*>", r"\1.\2", text) # a member of an enumeration
     return "…" if text == "optional" or "<" in text else text
 
-# %% ../../nbs/lab/14_documentation.ipynb #6fa927dd
+# %% ../../nbs/lab/14_documentation.ipynb #4b0e28c1
 def call_of(obj: Callable, # a function or a class
             name: str, # as one writes it
            ) -> str:
@@ -231,7 +231,7 @@ def call_of(obj: Callable, # a function or a class
     if len(one_line) <= 80: return one_line
     return f"{name}(\n    " + ",\n    ".join(parts) + ",\n)"
 
-# %% ../../nbs/lab/14_documentation.ipynb #56a2e38b
+# %% ../../nbs/lab/14_documentation.ipynb #c7c867b6
 _TABLE = '<table class="parameters" data-quarto-disable-processing="true">'
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -241,7 +241,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{r[i]}</td>" for i in used) + "</tr>" for r in rows)
     return f"{_TABLE}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
-# %% ../../nbs/lab/14_documentation.ipynb #58777ec9
+# %% ../../nbs/lab/14_documentation.ipynb #275fbd97
 def _code(text: str) -> str:
     return f"<code>{escape(text)}</code>" if text else ""
 
@@ -258,7 +258,7 @@ def parameter_table(obj: Callable, # a function or a class
         rows.append(("<em>returns</em>", _code(gives), "", _words(comments.get("return", ""), v)))
     return _table(("Name", "Type", "Default", "Meaning"), rows) if rows else ""
 
-# %% ../../nbs/lab/14_documentation.ipynb #73db768c
+# %% ../../nbs/lab/14_documentation.ipynb #5e45e3a3
 class Member(NamedTuple):
     "A public method or property of a class."
     name: str
@@ -266,7 +266,7 @@ class Member(NamedTuple):
     obj: Any # the function behind it
     is_property: bool
 
-# %% ../../nbs/lab/14_documentation.ipynb #3d732f9d
+# %% ../../nbs/lab/14_documentation.ipynb #00613564
 def members(cls: type) -> Iterator[Member]:
     "Public methods and properties that this package wrote, those of the class itself first."
     seen: set[str] = set()
@@ -280,7 +280,7 @@ def members(cls: type) -> Iterator[Member]:
             seen.add(name)
             yield Member(name, owner, obj, not callable(getattr(owner, name)))
 
-# %% ../../nbs/lab/14_documentation.ipynb #938589ca
+# %% ../../nbs/lab/14_documentation.ipynb #305447c6
 def _member_row(cls: type, m: Member, v: Vocabulary) -> tuple[str, str]:
     "Call and meaning of a method, its parameters in one line below."
     name = "" if m.name == "__call__" else m.name
@@ -293,7 +293,7 @@ def _member_row(cls: type, m: Member, v: Vocabulary) -> tuple[str, str]:
     anchor = f"{cls.__name__}.{m.name}".lower()
     return f'<code id="{anchor}">{escape(call)}</code>', meaning
 
-# %% ../../nbs/lab/14_documentation.ipynb #691a720e
+# %% ../../nbs/lab/14_documentation.ipynb #69cdf047
 def member_table(cls: type, v: Vocabulary) -> str:
     "The methods of a class; empty where it has none."
     rows = [_member_row(cls, m, v) for m in members(cls)]
@@ -301,7 +301,7 @@ def member_table(cls: type, v: Vocabulary) -> str:
         rows = [(_code(e.name), _code(repr(e.value))) for e in cls] + rows
     return _table(("Method", "What it does"), rows) if rows else ""
 
-# %% ../../nbs/lab/14_documentation.ipynb #9039b661
+# %% ../../nbs/lab/14_documentation.ipynb #ff0f283e
 def entry(obj: Any, # a function or a class
           full_name: str, # in the package
           v: Vocabulary, # of the page
@@ -318,14 +318,14 @@ def entry(obj: Any, # a function or a class
     tables = [parameter_table(obj, v)] + ([member_table(obj, v)] if isinstance(obj, type) else [])
     return "\n\n".join(part for part in (title, source, call, doc, *tables) if part)
 
-# %% ../../nbs/lab/14_documentation.ipynb #fd0352b8
+# %% ../../nbs/lab/14_documentation.ipynb #ca9f0e41
 class Entry(ShowDocRenderer):
     "What `show_doc` shows of a name."
     def _repr_markdown_(self) -> str:
         own = f"{self.sym.__module__}.{self.nm}"
         return entry(self.sym, own, Vocabulary("", _ROOT_NAMES), "#" * self.title_level)
 
-# %% ../../nbs/lab/14_documentation.ipynb #14590438
+# %% ../../nbs/lab/14_documentation.ipynb #088ffb97
 SHOWN = ("export", "exports", "exporti")
 
 def _python(source: str) -> str:
@@ -337,13 +337,13 @@ def _is_only_imports(source: str) -> bool:
     body = ast.parse(source).body
     return all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in body)
 
-# %% ../../nbs/lab/14_documentation.ipynb #ce2bda47
+# %% ../../nbs/lab/14_documentation.ipynb #fe8edb42
 def definitions(source: str) -> list[str]:
     "Names of the functions and classes that a cell defines, private ones included."
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [n.name for n in ast.parse(source).body if isinstance(n, defined)]
 
-# %% ../../nbs/lab/14_documentation.ipynb #69a36098
+# %% ../../nbs/lab/14_documentation.ipynb #93ae4abe
 def fenced(source: str, # code
            summary: str, # what one reads before it is opened
            before: str = "", # Markdown inside the fold
@@ -354,7 +354,7 @@ def fenced(source: str, # code
     inside = f"{before}\n\n" if before else ""
     return f"{top}\n\n{inside}```python\n{code}\n```\n\n</details>"
 
-# %% ../../nbs/lab/14_documentation.ipynb #257956de
+# %% ../../nbs/lab/14_documentation.ipynb #5dc2cb0e
 def _constants(source: str) -> list[str]:
     "Names that a cell assigns at its top level."
     assigned = [n for n in ast.parse(source).body if isinstance(n, (ast.Assign, ast.AnnAssign))]
@@ -370,7 +370,7 @@ def summary_of(source: str) -> str: # HTML
     shown = ", ".join(_code(n) for n in names[:4]) + (", …" if len(names) > 4 else "")
     return f"{shown}: {_words(said, Vocabulary(''))}" if said else shown or "Source"
 
-# %% ../../nbs/lab/14_documentation.ipynb #6d97fb98
+# %% ../../nbs/lab/14_documentation.ipynb #144d07f8
 def is_test(source: str, # a cell that is not exported
             has_output: bool, # does the page show something below it?
            ) -> bool:
@@ -378,7 +378,7 @@ def is_test(source: str, # a cell that is not exported
     if has_output: return False
     return bool(re.search(r"^\s*(?:assert\b|test_\w+\(|with expect_fail)", source, re.M))
 
-# %% ../../nbs/lab/14_documentation.ipynb #6a89d8d3
+# %% ../../nbs/lab/14_documentation.ipynb #f6bab2cb
 class Page:
     "What the steps know about a notebook."
     def __init__(self, nb: Any): # as nbdev reads it
@@ -401,16 +401,17 @@ class Page:
         name = re.sub(r"^\d+[a-z]?_", "", path.stem) + ".html"
         return f"{folder}/{name}" if folder else name
 
-# %% ../../nbs/lab/14_documentation.ipynb #3b4f798e
+# %% ../../nbs/lab/14_documentation.ipynb #3a29d7dc
 def is_section(cell: Any) -> bool:
     "Does a new section begin here?"
     return cell.cell_type == "markdown" and bool(re.match(r"##\s", cell.source or ""))
 
-# %% ../../nbs/lab/14_documentation.ipynb #9ace61f4
+# %% ../../nbs/lab/14_documentation.ipynb #f65f3228
 class add_entries(Page):
     "Each exported cell becomes the entries of its public names and its folded source."
     def begin(self) -> None:
-        cells, self.first = [], []
+        cells: list[Any] = []
+        self.first: list[Any] = [] # what stands below the introduction
         for cell in self.nb.cells:
             told = getattr(cell, "directives_", None) if cell.cell_type == "code" else None
             kind = set(told or {})
@@ -442,13 +443,13 @@ class add_entries(Page):
         if not in_a_fold or place is None: return text
         return f'<span id="{place.anchor}"></span>\n\n{text}'
 
-# %% ../../nbs/lab/14_documentation.ipynb #432657fe
+# %% ../../nbs/lab/14_documentation.ipynb #5f1a7c74
 def _prose(source: str) -> Any:
     "A cell of Markdown, as nbdev has them."
     from execnb.nbio import mk_cell
     return mk_cell(source, "markdown")
 
-# %% ../../nbs/lab/14_documentation.ipynb #c2117f4f
+# %% ../../nbs/lab/14_documentation.ipynb #79dffd16
 @cache
 def abbreviations(glossary: Path) -> dict[str, str]: # abbreviation → what it stands for
     "The first table of the glossary."
@@ -458,7 +459,7 @@ def abbreviations(glossary: Path) -> dict[str, str]: # abbreviation → what it 
     rows = re.findall(r"^\| *(\w+) *\| *([^|]+?) *\|", table, re.M)
     return {short: long for short, long in rows}
 
-# %% ../../nbs/lab/14_documentation.ipynb #d39d4f9b
+# %% ../../nbs/lab/14_documentation.ipynb #f53e2d09
 _NOT_PROSE = re.compile(r"(```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]+\$|!?\[[^\]]*\]\([^)]*\)|<[^>]+>"
                         r"|^#.*$|\{[^}]*\}|^\|.*$)", re.S | re.M)
 
@@ -476,7 +477,7 @@ def explain_once(text: str, # prose
                 del meanings[short]
     return "".join(p or "" for p in parts)
 
-# %% ../../nbs/lab/14_documentation.ipynb #473b54a0
+# %% ../../nbs/lab/14_documentation.ipynb #7657be5f
 class link_prose(Page):
     "Names in backticks become links; abbreviations say what they stand for."
     def begin(self) -> None:
@@ -493,7 +494,7 @@ class link_prose(Page):
             return
         cell.source = explain_once(link_names(cell.source, self.vocabulary), self.meanings)
 
-# %% ../../nbs/lab/14_documentation.ipynb #dd329a0f
+# %% ../../nbs/lab/14_documentation.ipynb #356d6580
 def fold_tests(cell: Any) -> None:
     "Fold a cell that only tests."
     if cell.cell_type != "code" or not cell.source or re.match(r"#\| (echo|include)", cell.source):
