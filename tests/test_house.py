@@ -25,6 +25,7 @@ ROOMS = {
     "data": {"", "data"},
     "networks": {"", "data", "networks"},
     "machines": {"", "data", "machines"},
+    "integrations": {"", "data", "networks", "machines", "integrations"},
     "lab": {"", "data", "networks", "machines", "lab"},
     "experiments": {"", "data", "networks", "machines", "lab"},
     "bench": {"", "data", "networks", "machines", "lab"},
@@ -127,9 +128,9 @@ def public() -> dict[str, list[str]]:
 
 
 def test_public_names_are_unique():
-    "One name, one place. Experiments and benchmarks share `experiment` and `bench`, by which they are found."
+    "One name, one place. Experiments and benchmarks share `experiment` and `bench`, by which they are found; each trainer has its FactCallback."
     twice = {n: ms for n, ms in public().items() if len(ms) > 1}
-    shared = {"experiment": "experiments", "bench": "bench"}
+    shared = {"experiment": "experiments", "bench": "bench", "FactCallback": "integrations"}
     wrong = {n: ms for n, ms in twice.items() if any(room(m) != shared.get(n) for m in ms)}
     assert not wrong
 

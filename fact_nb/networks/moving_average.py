@@ -426,9 +426,10 @@ def _add_exact(m: Motion, name: str, W: Tensor, optimizer: torch.optim.Optimizer
                group: Mapping[str, Any]) -> None:
     "Add the exact step from W to a layer's tracks."
     x = m.matrices[name]
-    v = optimizer.state[x.param].get("momentum_buffer")
+    G, v = x.param.grad, optimizer.state[x.param].get("momentum_buffer")
+    assert G is not None                    # and a fused step has put its scale away by now
     v = None if v is None else x.of(assembled(v))
-    u = step_direction(W, gradient_of(x, optimizer), v, group)
+    u = step_direction(W, x.of(assembled(G)), v, group)
     for t, turn in sides(m, name):
         add_step(t, turn(W), turn(u), float(group["lr"]))
 
