@@ -59,7 +59,7 @@ check-style: setup
 
 lab: setup
 	@"$(BIN)/python" -m ipykernel install --sys-prefix --name fact_nb --display-name "Python (fact_nb)" >/dev/null
-	@if [ "$$(id -u)" = 0 ]; then root=--allow-root; fi; "$(BIN)/jupyter" lab nbs $$root $(ARGS)
+	@if [ "$$(id -u)" = 0 ]; then root=--allow-root; fi; "$(BIN)/jupyter" lab nbs/index.ipynb $$root $(ARGS)
 
 docs:
 	@command -v quarto >/dev/null || { echo "the site needs Quarto, which is a program of its own: get it at https://quarto.org/docs/get-started/ and run 'make docs' again (nothing else here needs it)"; exit 1; }

@@ -27,7 +27,7 @@ WIDTH = 7.0 # inches: every figure has this width
 
 # %% ../nbs/04_figures.ipynb #ceb56aed
 _RC = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": .3,
-       "figure.constrained_layout.use": True, "figure.facecolor": "white",
+       "figure.constrained_layout.use": True, "figure.facecolor": "none", "axes.facecolor": "none",
        "svg.fonttype": "path", "mathtext.fontset": "cm"}
 
 # %% ../nbs/04_figures.ipynb #8ffdb37f

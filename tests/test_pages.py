@@ -92,6 +92,18 @@ def test_nothing_is_lost_on_the_way(site):
     assert not missing
 
 
+def without_words(nb) -> list[str]:
+    "Cells with a picture and no text for readers who cannot see it."
+    return [c.source[:60] for c in nb.cells if c.cell_type == "code" and not is_hidden(c)
+            and any(k in o.get("data", {}) for o in c.outputs for k in PICTURES)
+            and "#| fig-alt:" not in c.source]
+
+
+def test_every_picture_has_words(site):
+    silent = {name: found for name, nb in site[0].items() if (found := without_words(nb))}
+    assert not silent
+
+
 def test_no_sentence_announces_what_the_page_hides(site):
     empty = {name: found for name, page in site[1].items() if (found := announced(page))}
     assert not empty

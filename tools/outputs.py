@@ -19,6 +19,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ConfigParser(delimiters=["="])
 SETTINGS.read(ROOT / "settings.ini")
 FLAGS = SETTINGS["DEFAULT"]["tst_flags"].split()
+# Figures are saved as vectors, the same bytes each time.
+PREFACE = """
+import matplotlib
+from matplotlib_inline.config import InlineBackend
+matplotlib.rcParams["svg.hashsalt"] = "fact_nb"
+backend = InlineBackend.instance(parent=get_ipython())
+backend.figure_formats = {"svg"}
+backend.print_figure_kwargs = {"bbox_inches": "tight", "metadata": {"Date": None}}
+del backend, matplotlib, InlineBackend
+"""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -39,9 +49,10 @@ def execute(path: Path, flags: list[str]) -> None:
     for c in run.cells:
         if c.cell_type == "code" and skipped(c.source, flags):
             c.source = ""
+    run.cells.insert(0, nbformat.v4.new_code_cell(PREFACE))
     where = dict(metadata=dict(path=str(path.parent)))
     NotebookClient(run, timeout=1200, kernel_name="python3", resources=where).execute()
-    for old, new in zip(nb.cells, run.cells):
+    for old, new in zip(nb.cells, run.cells[1:]):
         if old.cell_type != "code" or skipped(old.source, flags): continue
         old.outputs = [o for o in new.outputs if for_the_page(o)]
     nbformat.write(nb, path)

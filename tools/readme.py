@@ -56,7 +56,9 @@ def render() -> str:
 
 def claim() -> str:
     "The figure that carries the claim: FACT and its rivals by layer."
-    return to_svg(depth.draw_forward(committed("depth"))).decode()
+    fig = depth.draw_forward(committed("depth"))
+    fig.set_facecolor("white")      # a README is also read on a dark page that turns nothing
+    return to_svg(fig).decode()
 
 
 def in_order(contents: list) -> list[str]:
