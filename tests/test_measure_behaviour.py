@@ -117,12 +117,12 @@ def test_quantities_cost_only_what_they_need(monkeypatch):
     assert passes == [2, 2]                                          # one backward pass a batch, for two weights
     passes.clear()
     rep = measure(m, ce, batches(X, Y, 6), .1, quantities=["enfa"])
-    assert passes == [2, 2]
+    assert passes == [2, 2] + [2, 2]                                 # and two on the first batch: do samples interact?
     with pytest.raises(ValueError, match="not asked for"): rep["0"].fact
     with pytest.raises(ValueError, match="not asked for"): rep["0"].benfa
     passes.clear()
     measure(m, ce, batches(X, Y, 6), .1, quantities=["agop", "fact"])
-    assert len(passes) == 2 * (1 + 3)                                # and one for each of three outputs
+    assert len(passes) == 2 + 2 * (1 + 3)                            # and one for each of three outputs
 
 
 def test_one_side_equals_both_sides():
@@ -160,7 +160,9 @@ def test_forward_and_weight_for_token_losses():
     rep = measure(m, loss, dicts, .1, forward=fwd, weight=tokens)
     for k in rep.layers:
         for q in ("bfact", "bagop", "benfa"): assert rel_err(getattr(whole[k], q), getattr(rep[k], q)) < 1e-10, (k, q)
-    naive = measure(m, loss, dicts, .1, forward=fwd)
+    found = measure(m, loss, dicts, .1, forward=fwd)                  # what the loss averages over is found out
+    for q in QS: assert rel_err(getattr(rep["2"], q), getattr(found["2"], q)) < 1e-12
+    naive = measure(m, loss, dicts, .1, forward=fwd, weight=lambda f, y: len(y))
     assert rel_err(whole["2"].fact, naive["2"].fact) > 1e-3           # weighting by samples is another objective
     scaled = measure(m, loss, dicts, .1, forward=fwd, weight=lambda f, y: 7.5 * tokens(f, y))
     for q in QS: assert rel_err(getattr(rep["2"], q), getattr(scaled["2"], q)) < 1e-12   # only ratios matter
@@ -401,7 +403,7 @@ def test_faults_give_one_clear_line_and_leave_the_model_alone(fault):
 
 
 def test_models_without_matrices():
-    for m in (nn.ReLU(), nn.BatchNorm1d(3), nn.GRU(3, 3)):
+    for m in (nn.ReLU(), nn.BatchNorm1d(3)):
         with pytest.raises(ValueError, match="no weight matrix"): measure(m, ce, [], .1)
     with pytest.raises(ValueError, match="meta device"): measure(nn.Linear(2, 2, device="meta"), mse, [], .1)
     with pytest.raises(TypeError, match="torch.nn.Module"): measure(lambda x: x, mse, [], .1)
@@ -471,9 +473,10 @@ def test_nothing_is_skipped_silently():
     X, Y = data(16)
     with seeded(10): m = Odd().double()
     rep = measure(m, ce, batches(X, Y), .1)
-    assert rep.layers == ["dead", "used", "quiet"]
-    for k, why in {"idle": "never seen", "side": "no_grad", "rnn.weight_ih_l0": "GRU", "rnn.weight_hh_l0": "GRU", "bare": "cannot be seen", "dead (FACT)": "does not depend"}.items():
+    assert rep.layers == ["dead", "used", "bare", "quiet", "rnn.weight_ih_l0", "rnn.weight_hh_l0"]
+    for k, why in {"idle": "never seen", "side": "no_grad", "dead (FACT)": "does not depend"}.items():
         assert why in rep.skipped[k], (k, rep.skipped)
+    with pytest.raises(ValueError, match="not seen from outside .GRU."): rep["rnn.weight_ih_l0"].agop
     with pytest.raises(ValueError, match="loss does not depend"): rep["dead"].enfa
     with pytest.raises(ValueError, match="output does not depend"): rep["dead"].agop
     with pytest.raises(ValueError, match="loss does not depend"): rep["dead"].fact

@@ -6,7 +6,11 @@
 __all__ = ['measure']
 
 # %% ../../nbs/networks/00_measure.ipynb #8ffbd7d0
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,47 +20,75 @@ from .accumulate import GROUPS, Measurement, Options, Slot, gradient_slot
 from .accumulate import needs_gradient, share, side_obstacle, stream, width
 from .capture import Part
 from .processes import as_if_alone, in_pieces, unwrapped
-from .quantities import QUANTITIES, Quantity, Side, Source, mirror_, pull_back
-from .quantities import target, wanted
-from .report import Layer, Outer, Report, Use
+from .quantities import QUANTITIES, Quantity, Side, Source, gram, mirror_
+from .quantities import pull_back, target, wanted
+from .report import Layer, Outer, Report, Use, summarised
 from .side_effects import has_batch_norm, has_dropout, measuring, warn_of_modes
-from .weights import Matrix, Missing, Reason, decay_of, tie_groups, weight_matrices
+from .weights import Kind, Matrix, Missing, Reason, Spot, chosen, decay_of
+from .weights import split_matrices, tie_groups, weight_matrices
 
 # %% ../../nbs/networks/00_measure.ipynb #ab081142
 def measure(model: nn.Module, # any model; left exactly as it was
-            # loss_fn(output, target) → mean over the batch
-            loss_fn: Callable[[Tensor, Tensor], Tensor],
-            loader: Iterable, # yields batches (input, target), or whatever forward= takes
+            # loss_fn(output, target) → mean over the batch; leave it out for the model's own .loss:
+            # measure(model, loader, weight_decay=…)
+            loss_fn: Callable[[Tensor, Tensor], Tensor] | Iterable,
+            # yields batches (input, target), dictionaries, or whatever forward= takes
+            loader: Iterable | None = None,
             # λ: one number, layer → number, or the optimizer used in training
-            weight_decay: float | Mapping | torch.optim.Optimizer,
+            weight_decay: float | Mapping | torch.optim.Optimizer | None = None,
             # names in the registry: nfm fact agop enfa bnfm bfact bagop benfa; fewer cost less
             quantities: Iterable[str] | None = None,
             # "eval", "train" (dropout averaged over masks), or "keep" the modes as they are
             mode: str = "eval",
-            agop: str = "exact", # "exact": one backward pass per output; "sketch": one per probe
+            # "exact": a backward pass per output; "sketch": one per probe; "auto": see passes
+            agop: str = "auto",
             probes: int = 16, # random sign vectors of the sketch
             masks: int = 8, # dropout masks averaged per batch in mode="train"
             # batch → (output, target), for other batch shapes
             forward: Callable[[object], tuple[Tensor, object]] | None = None,
-            # (output, target) → what loss_fn averaged over; samples by default
+            # (output, target) → what loss_fn averaged over; found out by default
             weight: Callable[[Tensor, object], float] | None = None,
             max_dim: int = 8192, # a side larger than this is listed, not formed
             embedding: str = "left", # an embedding's d × d side, or "both": also V × V
             accumulate: torch.dtype | None = None, # precision of the sums; the model's by default
             distributed: bool = True, # combine all processes when torch.distributed is initialised
             seed: int = 0, # of dropout masks and probes; your random state is not touched
+            layers: str | Iterable[str] | None = None, # names or patterns such as "*.mlp.*"
+            # pattern → k: cut these matrices into k blocks of outputs, {"*.c_attn": 3} say
+            split: Mapping[str, int] | None = None,
+            passes: int = 256, # agop="auto" is exact up to so many backward passes a batch
+            keep: str = "matrices", # or "summary": numbers only, for models that fill the memory
            ) -> Report: # one entry per weight matrix: rep["0"].fact, rep.table(), rep.plot()
     "Measure FACT, AGOP and eNFA, forward and backward, of every weight matrix of a model."
+    fn, loader, weight_decay = _sorted_out(loss_fn, loader, weight_decay)
     want = wanted(quantities)
     options = Options(mode, agop, probes, masks, forward, weight, max_dim, embedding, accumulate,
-                      distributed, seed)
+                      distributed, seed, passes, keep)
     model = unwrapped(model)
     decay = _named(model, weight_decay)
     with as_if_alone(model, distributed):
-        run, skipped = _prepared(model, loss_fn, decay, want, quantities is not None, options)
+        run, skipped = _prepared(model, fn, decay, want, quantities is not None, options,
+                                 layers, split)
         _measured(run, loader)
         warn_of_modes(run.seen.dropout, has_batch_norm(model), mode)
         return _report(run, skipped)
+
+# %% ../../nbs/networks/00_measure.ipynb #e443ec0e
+def _sorted_out(loss_fn: object, # a loss, or a loader in its place
+                loader: object, # a loader, or a weight decay in its place
+                decay: object, # of any form
+               ) -> tuple:
+    "Loss (None: the model's own), loader and weight decay, whichever way they were given."
+    if not callable(loss_fn):
+        if loader is not None and decay is not None:
+            raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}: "
+                            "leave it out to use the model's own .loss")
+        loss_fn, loader, decay = None, loss_fn, loader if decay is None else decay
+    if loader is None: raise TypeError("the loader is missing: measure(model, loss_fn, loader, …)")
+    if decay is None:
+        raise TypeError("weight_decay is missing: pass the λ of training, such as 1e-4, "
+                        "a mapping layer → λ, or the optimizer")
+    return loss_fn, loader, decay
 
 # %% ../../nbs/networks/00_measure.ipynb #7ce885de
 def _named(model: nn.Module, # without wrappers, its weights perhaps in pieces
@@ -67,7 +99,7 @@ def _named(model: nn.Module, # without wrappers, its weights perhaps in pieces
     return decay_of(decay, weight_matrices(model)[0]) if by_tensor else decay
 
 # %% ../../nbs/networks/00_measure.ipynb #4f9dc93d
-def _check_model(model: nn.Module, loss_fn: Callable, matrices: list[Matrix],
+def _check_model(model: nn.Module, loss_fn: Callable | None, matrices: list[Matrix],
                  skipped: dict[str, Missing]) -> None:
     "Raise on a model or a loss that cannot be measured."
     reduction = getattr(loss_fn, "reduction", "mean")
@@ -90,16 +122,21 @@ def _check_decay(want: tuple[str, ...], lam: dict[str, float]) -> None:
 
 # %% ../../nbs/networks/00_measure.ipynb #c8d25e2c
 def _prepared(model: nn.Module, # without wrappers
-              loss_fn: Callable, # mean loss of a batch
+              loss_fn: Callable | None, # mean loss of a batch; None: the model's own
               decay: float | Mapping | torch.optim.Optimizer, # in any of its forms
               want: tuple[str, ...], # names of quantities
               explicit: bool, # whether the caller chose them
               options: Options, # checked already
+              layers: str | Iterable[str] | None = None, # which
+              split: Mapping[str, int] | None = None, # into blocks
              ) -> tuple[Measurement, dict[str, Missing]]:
     "A run that has not started, after all checks that need no data; and what is skipped already."
-    matrices, skipped = weight_matrices(model)
-    _check_model(model, loss_fn, matrices, skipped)
-    groups, lam = tie_groups(matrices), decay_of(decay, matrices)
+    found, skipped = weight_matrices(model)
+    _check_model(model, loss_fn, found, skipped)
+    every = split_matrices(found, split)
+    lam = decay_of(decay, every)
+    matrices = chosen(every, layers)
+    groups = tie_groups(matrices)
     for entry, tied in groups.items():          # a tied weight may be named by any of its modules
         lam[entry] = max(lam[x.name] for x in tied)
     if explicit:
@@ -154,115 +191,186 @@ def _check_sums(run: Measurement) -> None:
 def _why_missing(run: Measurement, # what was asked for
                  x: Matrix, # whose quantity is meant
                  q: Quantity, # which
-                 W: Tensor, # x as it is used
-                 part: Part | None = None, # where, when it is one of several uses
+                 kind: Kind, # how it is used
+                 shape: tuple[int, ...], # d' × d
                 ) -> Missing | None:
     "Why a quantity of a matrix does not exist, or None."
     if q.name not in run.want and q.source is not Source.WEIGHT: return Reason.NOT_ASKED()
     if q.source is Source.GRADIENT and not x.param.requires_grad: return Reason.FROZEN()
     if q.decays and not run.decay[x.name] > 0: return Reason.NO_DECAY()
-    return side_obstacle(run.options, q.side, part.kind if part else x.kind, W.shape)
+    return side_obstacle(run.options, q.side, kind, shape)
 
 # %% ../../nbs/networks/00_measure.ipynb #e864e83e
 def _missing(run: Measurement, # what was asked for
              x: Matrix, # whose quantities are meant
-             W: Tensor, # x as it is used
-             part: Part | None = None, # where, when it is one of several uses
+             kind: Kind, # how it is used
+             shape: tuple[int, ...], # d' × d
             ) -> dict[str, Missing]:
     "The quantities that do not exist for a matrix, each with the reason."
-    found = {q.name: _why_missing(run, x, q, W, part) for q in QUANTITIES.values()}
+    found = {q.name: _why_missing(run, x, q, kind, shape) for q in QUANTITIES.values()}
     return {name: why for name, why in found.items() if why}
 
+# %% ../../nbs/networks/00_measure.ipynb #d2e60e0a
+class _Copies:
+    "One copy of each parameter, or the parameter itself when nothing is kept."
+    def __init__(self, run: Measurement) -> None:
+        self.run = run
+        self.made: dict[int, Tensor] = {}
+        self.lasting = run.options.keep == "matrices"
+
+    def __call__(self, p: Tensor) -> Tensor:
+        "The values of a parameter in the precision of the sums."
+        value = p.detach()
+        if not self.lasting: return value.to(width(self.run, value))
+        if id(p) not in self.made:
+            self.made[id(p)] = value.to(width(self.run, value), copy=True)
+        return self.made[id(p)]
+
 # %% ../../nbs/networks/00_measure.ipynb #223e63c1
-def _use(run: Measurement, part: Part) -> Use:
-    "AGOP and eNFA of one use, from the sums."
+def _use(run: Measurement, part: Part, name: str, P: Tensor) -> Use:
+    "AGOP and eNFA of one use, from the sums; P holds the parameter's values."
     x = part.matrix
-    W = part.W(x.param.detach())
-    use = Use(part.use, W.to(width(run, W)).clone(), missing=_missing(run, x, W, part),
+    use = Use(name, part.W(P).to(P.dtype), missing=_missing(run, x, part.kind, part.shape),
               weight_decay=run.decay[x.name])
     for source, what in ((Source.LOSSES, "network's loss"), (Source.OUTPUTS, "network's output")):
         for side in Side:
-            _average(run, use, Outer(source, side))
+            _average(run, use, Outer(source, side), part.use)
         if any(outer.source is source for outer in use.outers): continue
+        refused = run.found.refused.get(part.use) if source is Source.LOSSES else None
         for q in run.asked(source):
-            use.missing.setdefault(q.name, Reason.NO_EFFECT(what=what))
+            use.missing.setdefault(q.name, refused or Reason.NO_EFFECT(what=what))
     return use
 
 # %% ../../nbs/networks/00_measure.ipynb #a6be0b52
-def _average(run: Measurement, use: Use, outer: Outer) -> None:
+def _average(run: Measurement, use: Use, outer: Outer, key: str) -> None:
     "Turn the sums of one kind and side into an average, if there are any."
-    slots = [Slot(outer.source, use.name, outer.side, r) for r in range(GROUPS)]
-    groups = [mirror_(run.sums[slot]) for slot in slots if slot in run.sums]
+    slots = [Slot(outer.source, key, outer.side, r) for r in range(GROUPS)]
+    groups = [mirror_(run.sums.pop(slot)) for slot in slots if slot in run.sums]
     if not groups: return
     n, N = run.total.n, run.total.N
     if outer.source is Source.LOSSES:
         use.outers[outer] = groups[0].mul_(n / N**2)
-    elif run.options.agop == "exact":
-        use.outers[outer] = groups[0].div_(n)
-    else:
+    elif run.found.way == "sketch":
         _average_sketch(run, use, outer.side, groups)
+    else:
+        use.outers[outer] = groups[0].div_(n)
 
 # %% ../../nbs/networks/00_measure.ipynb #436c906b
 def _pooled(groups: list[Tensor], # A_r, the mean of each group
             m: list[int], # probes in each group
+            norm: Callable[[Tensor], Tensor] = torch.linalg.norm, # of a difference
            ) -> tuple[Tensor, float]: # Ā, and se / ‖Ā‖
     "Mean of the groups, and the relative standard error of that mean."
     k, R = sum(m), len(m)
     mean = sum((j * A for j, A in zip(m, groups)), torch.zeros_like(groups[0])) / k
     if R == 1: return mean, float("nan")
-    gaps = [j * (A - mean).square().sum() for j, A in zip(m, groups)]
+    gaps = [j * norm(A - mean).square() for j, A in zip(m, groups)]
     var = sum(gaps, torch.zeros_like(gaps[0])) / (k * (R - 1))
-    return mean, float(var.sqrt() / mean.norm())
+    return mean, float(var.sqrt() / norm(mean))
 
 # %% ../../nbs/networks/00_measure.ipynb #f3f56c93
 def _average_sketch(run: Measurement, use: Use, side: Side, groups: list[Tensor]) -> None:
     "The sketched AGOP of one use and its standard error, on each side that exists."
     k, R = run.options.probes, len(groups)
     m = [len(range(r, k, R)) for r in range(R)]                          # probes in each group
-    means = {side: [S.div_(run.total.n * j) for S, j in zip(groups, m)]}
-    if side is Side.LEFT and _some_exist(use, Side.RIGHT):
-        means[Side.RIGHT] = [pull_back(use.W, A) for A in means[Side.LEFT]]
-    for s, parts in means.items():
-        use.outers[Outer(Source.OUTPUTS, s)], error = _pooled(parts, m)
-        names = [q.name for q in QUANTITIES.values() if (q.source, q.side) == (Source.OUTPUTS, s)]
-        use.stderr |= dict.fromkeys(names, error)
+    means = [S.div_(run.total.n * j) for S, j in zip(groups, m)]
+    mean, error = _pooled(means, m)
+    use.outers[Outer(Source.OUTPUTS, side)] = mean
+    use.stderr |= dict.fromkeys(_made_on(side), error)
+    if side is not Side.LEFT or not _some_exist(use, Side.RIGHT): return
+    K = gram(use.W.T) if use.W.shape[0] <= use.W.shape[1] else None
+    pulled = lambda D: pull_back(use.W, D).norm() if K is None else (
+        (K @ D @ K) * D).sum().clamp(min=0).sqrt()
+    use.stderr |= dict.fromkeys(_made_on(Side.RIGHT), _pooled(means, m, pulled)[1])
 
 # %% ../../nbs/networks/00_measure.ipynb #a1680b6a
+def _made_on(side: Side) -> list[str]:
+    "Names of the quantities made from output gradients on a side."
+    return [q.name for q in QUANTITIES.values() if (q.source, q.side) == (Source.OUTPUTS, side)]
+
 def _some_exist(use: Use, side: Side) -> bool:
     "Whether some quantity made from output gradients exists on a side."
-    found = [q for q in QUANTITIES.values() if (q.source, q.side) == (Source.OUTPUTS, side)]
-    return any(q.name not in use.missing for q in found)
+    return any(name not in use.missing for name in _made_on(side))
+
+# %% ../../nbs/networks/00_measure.ipynb #fe206c83
+class _Entry(NamedTuple):
+    "A matrix of the report, with its uses by name."
+    matrix: Matrix # as it is read
+    owner: Matrix # under which it is known to the run
+    parts: dict[str, Part] # name of a use → where it is in the sums
+
+# %% ../../nbs/networks/00_measure.ipynb #1a79c043
+def _is_slice(part: Part, x: Matrix) -> bool:
+    "Whether a use is P[i] of a stack P."
+    step = prod(x.param.shape[1:])
+    alike = prod(part.shape) == step and part.place.offset % step == 0
+    return part.weight is None and x.param.ndim > 2 and alike
+
+def _stacked(x: Matrix, parts: list[Part]) -> Iterator[_Entry]:
+    "One entry for each matrix of a stack."
+    step, first = prod(x.param.shape[1:]), parts[0].place
+    for i in range(x.param.shape[0]):
+        name = f"{x.name}[{i}]"
+        spot = Spot(i * step, first.rows, first.columns)
+        own = [p for p in parts if p.place.offset == i * step]
+        uses = {name: own[0]} if len(own) == 1 else {p.use: p for p in own}
+        yield _Entry(replace(x, name=name, spot=spot), x, uses)
+
+# %% ../../nbs/networks/00_measure.ipynb #dd4c9238
+def _entries(run: Measurement, x: Matrix) -> Iterator[_Entry]:
+    "The matrices that one known matrix becomes in the report."
+    parts = [p for p in run.seen.parts.values() if p.matrix is x]
+    bare = x.kind is Kind.PARAMETER
+    if bare and parts and all(_is_slice(p, x) for p in parts):
+        yield from _stacked(x, parts)
+        return
+    single = len(parts) == 1 and parts[0].weight is None and bare
+    if single and prod(parts[0].shape) == x.param.numel():
+        yield _Entry(replace(x, spot=parts[0].place), x, {x.name: parts[0]})
+        return
+    yield _Entry(x, x, {p.use: p for p in parts})
 
 # %% ../../nbs/networks/00_measure.ipynb #a26d162d
 def _gradient(run: Measurement, x: Matrix) -> Tensor | None:
-    "∇_W of the mean loss, None where it is not wanted or the loss does not depend on W."
-    G = run.sums.get(gradient_slot(run, x)) if needs_gradient(run, x) else None
-    return None if G is None else x.of(G / run.total.N)
+    "Σ w·∇L of x's parameter, None where it is not wanted or the loss does not depend on W."
+    return run.sums.get(gradient_slot(run, x)) if needs_gradient(run, x) else None
+
+def _trace_error(run: Measurement, e: _Entry) -> float:
+    "Standard error of tr FACT / tr WᵀW, from its values on single batches."
+    return run.spread.get(gradient_slot(run, e.owner), math.nan)
 
 # %% ../../nbs/networks/00_measure.ipynb #04b8fb0c
-def _layer(run: Measurement, x: Matrix) -> Layer:
+def _layer(run: Measurement, e: _Entry, copies: _Copies) -> Layer:
     "One entry of the report."
-    W = x.of(x.param.detach())
-    G, missing = _gradient(run, x), _missing(run, x, W)
-    if G is None and needs_gradient(run, x):
+    x, owner = e.matrix, e.owner
+    P, G = copies(x.param), _gradient(run, owner)
+    missing = _missing(run, owner, x.kind, x.shape)
+    if G is None and needs_gradient(run, owner):
         for q in run.asked(Source.GRADIENT):
             missing.setdefault(q.name, Reason.NO_EFFECT(what="loss"))
-    uses = {p.use: _use(run, p) for p in run.seen.parts.values() if p.matrix is x}
-    layer = Layer(x.name, W.to(width(run, W)).clone(), missing=missing, uses=uses,
-                  weight_decay=run.decay[x.name], frozen=not x.param.requires_grad,
-                  scale_invariant=x.name in run.seen.normalised)
-    layer.G = None if G is None else G.to(width(run, W))
-    if not layer.shared:
+    uses = {name: _use(run, p, name, P) for name, p in e.parts.items()}
+    layer = Layer(x.name, x.of(P), missing=missing, uses=uses,
+                  weight_decay=run.decay[owner.name], frozen=not x.param.requires_grad,
+                  normalised=owner.name in run.seen.normalised, trace_error=_trace_error(run, e))
+    layer.G = None if G is None else x.of(G)
+    if not uses:
+        why = Reason.UNSEEN(module=type(run.model.get_submodule(x.module)).__name__)
+        for q in (*run.asked(Source.LOSSES), *run.asked(Source.OUTPUTS)):
+            layer.missing.setdefault(q.name, why)
+    elif not layer.shared:
         layer.missing, layer.stderr = uses[x.name].missing | missing, uses[x.name].stderr
     return layer
 
 # %% ../../nbs/networks/00_measure.ipynb #4cbda07b
 def _unmeasured(run: Measurement, name: str) -> Missing | None:
     "Why a matrix has no entry in the report, or None."
-    if name not in run.seen.order: return Reason.UNUSED()
     x = run.groups[name][0]
-    seen = any(p.matrix is x for p in run.seen.parts.values())
-    return None if seen else Reason.NO_GRAD()
+    if any(p.matrix is x for p in run.seen.parts.values()): return None
+    if _gradient(run, x) is not None: return None
+    if name in run.seen.order: return Reason.NO_GRAD()
+    if x.kind is Kind.PARAMETER and not needs_gradient(run, x):
+        return Reason.UNSEEN(module=type(run.model.get_submodule(x.module)).__name__)
+    return Reason.UNUSED()
 
 # %% ../../nbs/networks/00_measure.ipynb #a4ca02af
 def _gaps(run: Measurement, layer: Layer) -> Iterator[tuple[str, Missing]]: # what, why
@@ -277,17 +385,35 @@ def _gaps(run: Measurement, layer: Layer) -> Iterator[tuple[str, Missing]]: # wh
             yield f"{layer.name} ({q.family})", why
 
 # %% ../../nbs/networks/00_measure.ipynb #9b8e06f4
+def _finished(run: Measurement, names: list[str]) -> Iterator[Layer]:
+    "The layers, one after the other; what a layer needs is let go when only its summary is kept."
+    copies = _Copies(run)
+    left = [gradient_slot(run, run.groups[name][0]) for name in names]
+    for S in [S for slot, S in run.sums.items() if slot.source is Source.GRADIENT]:
+        S.div_(run.total.N)
+    for name in names:
+        for e in _entries(run, run.groups[name][0]):
+            layer = _layer(run, e, copies)
+            yield layer if copies.lasting else summarised(layer)
+        slot = left.pop(0)
+        if slot not in left and not copies.lasting:
+            run.sums.pop(slot, None)
+
+# %% ../../nbs/networks/00_measure.ipynb #23ea8b1c
 def _report(run: Measurement, skipped: dict[str, Missing]) -> Report:
     "The finished report: layers in forward order, and the reasons for what is not there."
-    layers, gone = {}, dict(skipped)
-    for name in [*run.seen.order, *(g for g in run.groups if g not in run.seen.order)]:
-        why = _unmeasured(run, name)
-        if why:
-            gone[name] = why
-        else:
-            layers[name] = _layer(run, run.groups[name][0])
+    gone = dict(skipped)
+    order = [*run.seen.order, *(g for g in run.groups if g not in run.seen.order)]
+    whys = {name: _unmeasured(run, name) for name in order}
+    gone |= {name: why for name, why in whys.items() if why}
+    names = [name for name, why in whys.items() if not why]
+    if not names:
+        raise ValueError("the forward pass used no weight matrix of this model: is the model that "
+                         "was passed the one that forward= runs, with its own parameters?")
+    layers = {layer.name: layer for layer in _finished(run, names)}
     for layer in layers.values():
         for what, why in _gaps(run, layer):
             gone.setdefault(what, why)
     said = {what: str(why) for what, why in gone.items()}
-    return Report(layers, said, int(run.total.n), run.total.loss / run.total.N, run.options)
+    return Report(layers, said, int(run.total.n), run.total.loss / run.total.N, run.options,
+                  run.found.said)

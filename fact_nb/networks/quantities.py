@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['QUANTITIES', 'add_gram_', 'mirror_', 'gram', 'nfm', 'bnfm', 'fact', 'bfact', 'residual', 'mean_outer', 'pull_back',
-           'row_basis', 'Side', 'Source', 'Variant', 'Quantity', 'register_quantity', 'target', 'compared', 'wanted',
-           'variants', 'Column', 'columns', 'narrow_columns', 'quantities_table']
+           'row_basis', 'Moments', 'similarity_from', 'Slim', 'top_eigenvalues', 'Side', 'Source', 'Variant',
+           'Quantity', 'register_quantity', 'target', 'compared', 'wanted', 'variants', 'Column', 'columns',
+           'narrow_columns', 'quantities_table']
 
 # %% ../../nbs/networks/01_quantities.ipynb #857a01ea
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -124,6 +126,87 @@ def _powered(A: Tensor, power: float, Q: Tensor | None) -> Tensor:
     if Q is None: return psd_power(A, power, negative="clip")
     return Q @ psd_power(Q.T @ A @ Q, power, negative="clip") @ Q.T
 
+# %% ../../nbs/networks/01_quantities.ipynb #71b64e0a
+class Moments(NamedTuple):
+    "What correlations of a matrix A with a matrix N are made of."
+    inner: float # ⟨N, A⟩
+    square: float # ‖A‖²
+    total: float # the sum of its entries
+
+def _dot(A: Tensor, B: Tensor) -> float:
+    "⟨A, B⟩, added up in float64 where the device has it."
+    wide = torch.float32 if A.device.type == "mps" else torch.float64
+    return float((A.to(wide) * B.to(wide)).sum())
+
+# %% ../../nbs/networks/01_quantities.ipynb #c6e7c99d
+def similarity_from(kind: str, # "pearson" or "cosine"
+                    a: Moments, # of A
+                    n: Moments, # of N
+                    entries: float, # how many a matrix has
+                   ) -> float:
+    "The similarity of two matrices from their moments."
+    centred = 0. if kind == "cosine" else 1. / entries
+    inner = a.inner - a.total * n.total * centred
+    square = a.square - a.total ** 2 * centred
+    own = n.square - n.total ** 2 * centred
+    if square <= 1e-24 * a.square or own <= 1e-24 * n.square: return float("nan")
+    return inner / math.sqrt(square * own)
+
+# %% ../../nbs/networks/01_quantities.ipynb #063debaf
+class Slim:
+    "Compares matrices VᵀX with VᵀV on the side of V's rows."
+    def __init__(self,
+                 V: Tensor, # k × m with k < m: W on the input side, Wᵀ on the output side
+                ) -> None:
+        self.V, self.K, self.sums = V, gram(V.T), V.sum(1)
+        square = _dot(self.K, self.K)
+        self.own = Moments(square, square, _dot(self.sums, self.sums))
+        self._qr: tuple[Tensor, Tensor] | None = None
+
+    def moments(self, X: Tensor) -> Moments: # X: k × m
+        "Of VᵀX against VᵀV."
+        inner = _dot(self.K, X @ self.V.T)
+        return Moments(inner, max(0., _dot(self.K, gram(X.T))), _dot(self.sums, X.sum(1)))
+
+    @property
+    def basis(self) -> tuple[Tensor, Tensor]: # Q: m × k, R: k × k with Vᵀ = QR
+        "An orthonormal basis of the rows of V, and V in it."
+        if self._qr is None:
+            self._qr = tuple(torch.linalg.qr(self.V.T))                            # type: ignore
+        return self._qr                                                            # type: ignore
+
+    def form_moments(self, S: Tensor) -> Moments: # S: k × k
+        "Of QSQᵀ against VᵀV."
+        Q, R = self.basis
+        q = Q.sum(0)
+        return Moments(_dot(R @ R.T, S), _dot(S, S), _dot(q, S @ q))
+
+    def similarity(self, kind: str, a: Moments) -> float:
+        "The similarity of VᵀX or QSQᵀ with VᵀV."
+        return similarity_from(kind, a, self.own, float(self.V.shape[1]) ** 2)
+
+# %% ../../nbs/networks/01_quantities.ipynb #1b0bd591
+def _slim_root(T: Tensor, Q: Tensor, power: float) -> Tensor:
+    "√(T Tᵀ)."
+    return sym_sqrt(T)
+
+def _slim_power(T: Tensor, Q: Tensor, power: float) -> Tensor:
+    "(TQ)^power."
+    A = T @ Q
+    return psd_power((A + A.T) / 2, power, negative="clip")
+
+# %% ../../nbs/networks/01_quantities.ipynb #f745967f
+def top_eigenvalues(K: Tensor, # symmetric p.s.d.
+                    k: int = 4, # how many
+                    iters: int = 30, # steps of the block power iteration
+                   ) -> list[float]: # the largest first
+    "The largest eigenvalues of a p.s.d. matrix."
+    random = torch.Generator().manual_seed(0)
+    V = torch.randn(K.shape[0], min(k + 4, K.shape[0]), generator=random).to(K)
+    for _ in range(iters):
+        V = torch.linalg.qr(K @ V).Q
+    return torch.linalg.eigvalsh(V.T @ K @ V).flip(0)[:k].tolist()
+
 # %% ../../nbs/networks/01_quantities.ipynb #6bfa72ec
 class Side(Enum):
     "The two ends of a layer."
@@ -146,6 +229,8 @@ class Variant(NamedTuple):
     look: str = "other" # how figures draw it: a key of `COLOURS`
     main: bool = False # stands for the quantity where a table has room for one column
     followed: bool = False # drawn over training
+    # (T, Q, power) → the form in a basis Q, see `Slim`; None: as similar as the matrix itself
+    slim: Callable[[Tensor, Tensor, float], Tensor] | None = None
 
 # %% ../../nbs/networks/01_quantities.ipynb #e089651b
 def _spell(s: float) -> str:
@@ -153,9 +238,11 @@ def _spell(s: float) -> str:
     return {.5: "½", .25: "¼"}.get(s, f"{s:g}")
 
 # %% ../../nbs/networks/01_quantities.ipynb #87d21ae1
-_ROOT = Variant(lambda label, power: f"√({label}·{label}ᵀ)", _symmetrised, "sqrt", followed=True)
+_ROOT = Variant(lambda label, power: f"√({label}·{label}ᵀ)", _symmetrised, "sqrt", followed=True,
+                slim=_slim_root)
 _TRANSPOSE = Variant(lambda label, power: f"{label}ᵀ", _transposed)
-_POWER = Variant(lambda label, power: f"{label}^{_spell(power)}", _powered, main=True)
+_POWER = Variant(lambda label, power: f"{label}^{_spell(power)}", _powered, main=True,
+                 slim=_slim_power)
 
 # %% ../../nbs/networks/01_quantities.ipynb #085d7087
 @dataclass(frozen=True)
@@ -174,6 +261,9 @@ class Quantity:
     target: bool = False # what the others of its side are compared with
     equality: bool = False # equals the target at a critical point: its relative error is shown
     decays: bool = False # divides by λ, so it does not exist without weight decay
+    # (W, what was added up, λ) → X with matrix = WᵀX (on the output side WXᵀ), for `Slim`
+    factor: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    usual: bool = True # measured when nobody names quantities
 
 # %% ../../nbs/networks/01_quantities.ipynb #9b17bd59
 QUANTITIES: dict[str, Quantity] = {}
@@ -197,14 +287,16 @@ _RIGHT = (
         "fact", "FACT", "FACT",
         "$-\\frac1{n\\lambda}\\sum_i(\\nabla_h\\ell_i)h_i^\\top=-\\frac1\\lambda W^\\top G$",
         Side.RIGHT, Source.GRADIENT, fact, "FACT", "fact", (_ROOT, _TRANSPOSE),
-        equality=True, decays=True),
+        equality=True, decays=True, factor=lambda W, G, lam: G / -lam),
     Quantity(
         "agop", "AGOP", "AGOP",
         "$\\frac1n\\sum_i(\\nabla_hf_i)(\\nabla_hf_i)^\\top=W^\\top\\,\\mathrm{bAGOP}\\,W$",
-        Side.RIGHT, Source.OUTPUTS, lambda W, mean, lam: mean, "AGOP", "pull_back", (_POWER,)),
+        Side.RIGHT, Source.OUTPUTS, lambda W, mean, lam: mean, "AGOP", "pull_back", (_POWER,),
+        factor=lambda W, B, lam: B @ W),
     Quantity(
         "enfa", "eNFA", "eNFA", "$\\frac1n\\sum_i(\\nabla_h\\ell_i)(\\nabla_h\\ell_i)^\\top$",
-        Side.RIGHT, Source.LOSSES, lambda W, mean, lam: mean, "eNFA", "pull_back")
+        Side.RIGHT, Source.LOSSES, lambda W, mean, lam: mean, "eNFA", "pull_back",
+        factor=lambda W, B, lam: B @ W)
 )
 for _quantity in _RIGHT:
     register_quantity(_quantity)
@@ -218,7 +310,7 @@ _LEFT = (
         "bfact", "bFACT", "bFACT",
         "$-\\frac1{n\\lambda}\\sum_i(Wh_i)(\\nabla_{Wh}\\ell_i)^\\top=-\\frac1\\lambda WG^\\top$",
         Side.LEFT, Source.GRADIENT, bfact, "FACT", "bfact", (_ROOT, _TRANSPOSE),
-        equality=True, decays=True),
+        equality=True, decays=True, factor=lambda W, G, lam: G / -lam),
     Quantity(
         "bagop", "bAGOP", "bAGOP", "AGOP at the layer's output",
         Side.LEFT, Source.OUTPUTS, lambda W, mean, lam: mean, "AGOP", "mean_outer", (_POWER,)),
@@ -243,7 +335,7 @@ def compared(side: Side) -> list[Quantity]:
 def wanted(quantities: Iterable[str] | None) -> tuple[str, ...]: # all by default
     "The quantities asked for, checked."
     known = list(QUANTITIES)
-    if quantities is None: return tuple(known)
+    if quantities is None: return tuple(q for q in known if QUANTITIES[q].usual)
     if isinstance(quantities, str): return wanted([quantities])
     if not isinstance(quantities, Iterable):
         raise TypeError(f"quantities must be a list of names, not {quantities!r}: "
