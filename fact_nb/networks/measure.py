@@ -60,7 +60,7 @@ def measure(model: nn.Module, # any model; left exactly as it was
             keep: str = "matrices", # or "summary": numbers only, for models that fill the memory
            ) -> Report: # one entry per weight matrix: rep["0"].fact, rep.table(), rep.plot()
     "Measure FACT, AGOP and eNFA, forward and backward, of every weight matrix of a model."
-    fn, loader, weight_decay = _sorted_out(loss_fn, loader, weight_decay)
+    fn, loader, weight_decay = _sorted_out(model, loss_fn, loader, weight_decay)
     want = wanted(quantities)
     options = Options(mode, agop, probes, masks, forward, weight, max_dim, embedding, accumulate,
                       distributed, seed, passes, keep)
@@ -74,11 +74,14 @@ def measure(model: nn.Module, # any model; left exactly as it was
         return _report(run, skipped)
 
 # %% ../../nbs/networks/00_measure.ipynb #e443ec0e
-def _sorted_out(loss_fn: object, # a loss, or a loader in its place
+def _sorted_out(model: object, # only checked
+                loss_fn: object, # a loss, or a loader in its place
                 loader: object, # a loader, or a weight decay in its place
                 decay: object, # of any form
                ) -> tuple:
     "Loss (None: the model's own), loader and weight decay, whichever way they were given."
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not callable(loss_fn):
         if loader is not None and decay is not None:
             raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}: "
