@@ -59,7 +59,9 @@ class Spot(NamedTuple):
         "This matrix inside a tensor shaped like the parameter."
         axes = self.rows + self.columns
         sizes, steps = [size for size, _ in axes], [step for _, step in axes]
-        return t.reshape(-1).as_strided(sizes, steps, self.offset).reshape(self.shape)
+        flat = t.reshape(-1)
+        start = int(flat.storage_offset()) + self.offset            # t may lie in a longer vector
+        return flat.as_strided(sizes, steps, start).reshape(self.shape)
 
 # %% ../../nbs/networks/02_weights.ipynb #cb1cafed
 class Kind(StrEnum):
