@@ -44,13 +44,14 @@ def fact_core(C: Coefs, # n × n, upper triangle
               alpha: Tensor, # n × c
               X: Tensor, # n × d
               radial: bool, # the kernel's family
+              less: Tensor | None = None, # n × n, symmetric: taken off ααᵀ
              ) -> Tensor: # d × d, symmetric
     "S, with FACT = M S."
     n, d = X.shape
     P, s = X.new_zeros(d, d), X.new_zeros(n)
     rows = list(row_ranges(n, strip_rows(n, X.device)))
     worth = X.device.type == "cpu" and n * n > 2**20
-    made = spread(partial(_fact_strip, C, alpha, X, radial), rows, worth)
+    made = spread(partial(_fact_strip, C, alpha, X, radial, less), rows, worth)
     for (i, e), (part, sums) in zip(rows, made):
         P += part
         if sums is not None:                            # H1
@@ -60,11 +61,14 @@ def fact_core(C: Coefs, # n × n, upper triangle
     return (X.T * s) @ X - S if radial else S
 
 # %% ../../nbs/machines/03_gradients.ipynb #12159aeb
-def _fact_strip(C: Coefs, alpha: Tensor, X: Tensor, radial: bool,
+def _fact_strip(C: Coefs, alpha: Tensor, X: Tensor, radial: bool, less: Tensor | None,
                 rows: tuple[int, int]) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     "What rows i:e of H add: to XᵀHX, to H1 in these rows, and to H1 from these rows on."
     i, e = rows
-    H = (alpha[i:e] @ alpha[i:].T).mul_(coef_strip(C, i, e))
+    B = alpha[i:e] @ alpha[i:].T
+    if less is not None:
+        B -= less[i:e, i:]
+    H = B.mul_(coef_strip(C, i, e))
     H[:, :e - i].mul_(.5)                               # the square on the diagonal
     part = X[i:e].T @ (H @ X[i:])
     return part, (H.sum(1), H.sum(0)) if radial else None

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['Settings', 'check_settings', 'problem', 'check_together', 'Predictor', 'Fit', 'fit_alpha', 'State', 'first_state',
-           'turn', 'identity_of', 'state_to_plain', 'state_from_plain', 'MachineRun', 'begin_run', 'RFM']
+           'turn', 'identity_of', 'state_to_plain', 'state_from_plain', 'MachineRun', 'ridge_at_identity', 'begin_run',
+           'RFM']
 
 # %% ../../nbs/machines/01_rfm.ipynb #d18a6971
+import math
 import warnings
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -24,7 +26,8 @@ from .direct import solve
 from .gradients import Coefs, agop_core, centred, kernel_coefficients, fact_core
 from .kernels import Kernel, Laplace, as_points, evaluate_pairs, evaluate_both
 from .kernels import lacks_bandwidth, median_bandwidth, pairs
-from .selection import ErrorMetric, Kept, SeenFits, Selection, error_of, held_out
+from .selection import Criterion, ErrorMetric, EvidenceOf, Kept, LooOf, SeenFits
+from .selection import Selection, best_ridge, error_of, held_out, strata_of
 from .selection import seen_from_plain, seen_to_plain, selection_rule
 from .solvers import SOLVERS, SolverPlan, memory_limit, noted, plan_fit
 from .solvers import solve_kernel
@@ -38,22 +41,23 @@ from ..runtime import dtype_for
 class Settings:
     "The choices of a Recursive Feature Machine."
     kernel: Kernel = Laplace(None) # without a bandwidth: the median distance of the points
-    update: str | UpdateRule = "fact" # "fact", "nfa", "stable" (steps that lower φ), or a rule
+    update: str | UpdateRule = "fact" # "fact", "nfa", "stable", "evidence", or a rule
     geometric: bool | str = True # FACT: average with the last M; "simple" for inner products
     power: float = 1. # NFA: the exponent s of AGOP
     iters: int = 3 # updates of M; the kernel machine is fitted iters + 1 times
-    ridge: float = 1e-2 # nλ, the number added to K's diagonal
-    normalize: str | None = "trace" # rescale M after each update: "trace", "max" or None
+    ridge: Any = 1e-2 # nλ, the number added to K's diagonal; None: chosen from the data
+    normalize: str | None = "trace" # rescale M after each update: "trace", "max", "median" or None
     negative: str = "abs" # FACT, geometric: negative eigenvalues of FACT·M, "abs" or "clip"
     diagonal: bool = False # learn one weight per input instead of a matrix
     metric: ErrorMetric = "mse" # error to report and choose by: "mse", "error" or f(prediction, y)
-    keep: str | Selection = "best" # the iterate to return: "best", "last", "loo", or a selection
+    keep: str | Selection = "best" # which iterate: "best", "last", "loo", "evidence", or a rule
     patience: int | None = None # stop after so many iterations without improvement
     holdout: float | None = None # this share of the rows chooses the iterate; then refit on all
     solver: str = "auto" # "auto", "direct", "cholesky", "eigh" or "iterative"
     tol: float = 1e-5 # residual at which the iterative solver stops
     memory: float | None = None # bytes the fit may use; by default what is free
     seed: int = 0 # of the held-out split
+    time_limit: float | None = None # seconds after which no further update is begun
     settle: float = 1e-3 # stable: stop when I − S on the range of M is as small as this
     progress: bool | None = None # progress bar; None: when a terminal is there
 
@@ -72,7 +76,7 @@ def check_settings(s: Settings) -> None:
     "Raise on a choice that cannot be meant."
     for name in UPDATES:
         update_rule(name, s.geometric, s.negative, s.power, s.settle)
-    check_choice(s.normalize, "normalize", ("trace", "max", None))
+    check_choice(s.normalize, "normalize", ("trace", "max", "median", None))
     check_choice(s.diagonal, "diagonal", (False, True))
     check_choice(s.solver, "solver", SOLVERS)
     selection_rule(s.keep)
@@ -90,8 +94,11 @@ def _check_numbers(s: Settings) -> None:
     check_number(s.iters, "iters", low=0, whole=True)
     check_number(s.tol, "tol", low=0)
     check_number(s.seed, "seed", whole=True)
-    check_number(s.ridge, "ridge", low=0,
-                 advice="it is nλ, the number added to the diagonal, such as 1e-3")
+    if s.ridge is not None:
+        check_number(s.ridge, "ridge", low=0,
+                     advice="it is nλ, the number added to the diagonal, such as 1e-3")
+    if s.time_limit is not None:
+        check_number(s.time_limit, "time_limit", above=0, advice="give seconds, such as 60")
     if s.holdout is not None:
         check_number(s.holdout, "holdout", above=0, below=1,
                      advice="it is a share of the rows, such as .2")
@@ -114,6 +121,8 @@ class Problem:
     holder: "Fit | None" = None # whose coefficients are in it
     plan: SolverPlan | None = None # how to solve, decided at the first fit
     ready: "tuple[Tensor, Fit] | None" = None # a metric on trial, and its fit
+    free_ridge: bool = False # may an update change the ridge?
+    deadline: float = math.inf # of `perf_counter`: no update is begun after it
 
 # %% ../../nbs/machines/01_rfm.ipynb #3d69c4b3
 def _targets(y, X: Tensor, name: str = "y") -> Tensor: # n × c
@@ -264,6 +273,12 @@ class Fit:
         "AGOP = M T M."
         return _core(self, of_agop=True)
 
+    def with_ridge(self,
+                   ridge: float, # another nλ
+                  ) -> "Fit":
+        "The fit of the same metric with another ridge."
+        return fit_alpha(replace(self.settings, ridge=ridge), self.problem, self.M, self.alpha)
+
     def trial(self,
               M: Tensor, # another metric
              ) -> float:
@@ -359,6 +374,7 @@ class State:
     trace: float = 0. # tr M before it was rescaled
     seen: SeenFits = field(default_factory=SeenFits) # the fits that may be returned
     memory: dict[str, Any] | None = None # what the update rule remembers
+    ridge: float | None = None # of the next fit; None: the settings'
     done: bool = False
     history: list[dict[str, Any]] = field(default_factory=list) # one row a fit
 
@@ -398,8 +414,9 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
     if ready is not None: return ready
     last = state.seen.last
     coef = state.t < s.iters or s.rule.looks
+    now = s if state.ridge is None else replace(s, ridge=state.ridge)
     try:
-        return fit_alpha(s, p, state.M, None if last is None else last.alpha, coef=coef)
+        return fit_alpha(now, p, state.M, None if last is None else last.alpha, coef=coef)
     except (ValueError, torch.linalg.LinAlgError) as e:
         if last is None: raise
         _give_up(state, f"the fit failed ({e})")
@@ -419,10 +436,11 @@ def turn(s: Settings, p: Problem, state: State) -> Fit | None: # None: the fit f
     fit.row["seconds"] = perf_counter() - start
     state.history.append(fit.row)
     score = s.selection.watched(fit.row, s.patience)
-    state.seen.enter(Kept(state.t, state.M, fit.alpha, score))
+    state.seen.enter(Kept(state.t, state.M, fit.alpha, score, state.ridge))
     s.rule.look(fit)
     tired = s.patience is not None and state.seen.worse >= s.patience
-    state.done = state.t >= s.iters or s.rule.arrived(fit) or tired
+    late = perf_counter() >= p.deadline
+    state.done = state.t >= s.iters or s.rule.arrived(fit) or tired or late
     if not state.done:
         _update(s, p, state, fit)
     fit.kept, fit.last = state.seen.last, state.done
@@ -444,19 +462,29 @@ def _update(s: Settings, p: Problem, state: State, fit: Fit) -> None:
     state.t += 1
     why = s.rule.objection(fit, M)
     if why is None:
-        state.M, state.trace = rescale(M, s.normalize), float(trace_of(M))
+        state.M, state.trace = _rescaled(s, p, M), float(trace_of(M))
+        state.ridge = s.rule.ridge_for(fit) or state.ridge
         return
     tried = _ready(p, M)
     if tried is not None:
         state.seen.last = Kept(state.t, M, tried.alpha)
     _give_up(state, why)
 
+# %% ../../nbs/machines/01_rfm.ipynb #b0237b8a
+def _rescaled(s: Settings, p: Problem, M: Tensor) -> Tensor:
+    "M, rescaled as the settings say."
+    if not s.rule.rescales: return M
+    if s.normalize != "median": return rescale(M, s.normalize)
+    M = rescale(M, "trace")                             # so that no number is out of range
+    first, now = (median_bandwidth(p.X, A, s.kernel, p.w) for A in (None, M))
+    return M * (first / now)**(2 if s.kernel.radial else 1)
+
 # %% ../../nbs/machines/01_rfm.ipynb #b163aa86
 _IN_RULE = ("update", "geometric", "negative", "power", "settle")
 
 def identity_of(s: Settings, p: Problem) -> dict[str, Any]: # name → what the run was made with
     "What two runs must share to continue each other: all but how much memory they may use."
-    left_out = (*_IN_RULE, "keep", "memory", "progress")
+    left_out = (*_IN_RULE, "keep", "memory", "progress", "time_limit")
     same = {f.name: getattr(s, f.name) for f in fields(Settings) if f.name not in left_out}
     data = dict(X=p.X, y=p.Y, sample_weight=p.w, validation=p.val)
     return same | dict(update=s.rule, keep=s.selection) | data
@@ -508,10 +536,32 @@ def _with_bandwidth(s: Settings, p: Problem) -> Settings:
     L = median_bandwidth(p.X, None, s.kernel, p.w)
     return replace(s, kernel=s.kernel.with_bandwidth(L))
 
+# %% ../../nbs/machines/01_rfm.ipynb #77adff78
+_CRITERIA: dict[str, type[Criterion]] = dict(evidence=EvidenceOf, loo=LooOf)
+
+@torch.no_grad()
+def ridge_at_identity(s: Settings, # with the kernel's bandwidth set
+                      p: Problem,
+                      most: int = 2000, # rows that are looked at
+                     ) -> float:
+    "The ridge that the rule's criterion prefers at M = I."
+    drawn = torch.randperm(len(p.X), generator=torch.Generator().manual_seed(s.seed))
+    some = drawn[:most].sort().values.to(p.X.device)
+    X, Y = p.X[some], p.Y[some]
+    w = None if p.w is None else p.w[some]
+    if len(X) > 512:
+        X, Y, w = X.float(), Y.float(), None if w is None else w.float()
+    K = evaluate_pairs(s.kernel, pairs(X, None, None, s.kernel.radial), mirror=False)
+    if w is not None:
+        u = w.sqrt()[:, None]
+        K.mul_(u).mul_(u.T)
+    return best_ridge(_CRITERIA[s.rule.criterion](), K, Y, w)
+
 # %% ../../nbs/machines/01_rfm.ipynb #1e0f5f31
 def _split(p: Problem, share: float, seed: int) -> Problem:
     "Training rows, with the others as validation."
-    train, out = (rows.to(p.X.device) for rows in held_out(len(p.X), share, seed))
+    parts = held_out(len(p.X), share, seed, strata_of(p.Y))
+    train, out = (rows.to(p.X.device) for rows in parts)
     w = None if p.w is None else p.w[train]
     return Problem(p.X[train], p.Y[train], w, (p.X[out], p.Y[out]), p.flat)
 
@@ -519,8 +569,13 @@ def _split(p: Problem, share: float, seed: int) -> Problem:
 def begin_run(s: Settings, p: Problem, checkpoint: str | Path | None) -> MachineRun:
     "Settle the bandwidth and the rows, and find the state to start from."
     check_together(s, p)
+    start = perf_counter()
     s = _with_bandwidth(s, p)
     rows = p if s.holdout is None else _split(p, s.holdout, s.seed)
+    rows.free_ridge = s.ridge is None
+    rows.deadline = math.inf if s.time_limit is None else start + s.time_limit
+    if s.ridge is None:
+        s = replace(s, ridge=ridge_at_identity(s, rows))
     if checkpoint is None: return MachineRun(s, p, rows, first_state(s, p.X))
     known = {name: fingerprint(v) for name, v in identity_of(s, rows).items()}
     path = Path(checkpoint)
@@ -595,6 +650,7 @@ class RFM(Settings):
         assert chosen.alpha is not None
         self.predictor = Predictor(kernel, p.X, root_of(chosen.M), chosen.alpha, p.flat)
         self.best_iter, self.M = chosen.t, chosen.M.to(p.X)
+        self.fitted_ridge: float = run.settings.ridge if chosen.ridge is None else chosen.ridge
         self.alpha = chosen.alpha[:, 0] if p.flat else chosen.alpha
 
     @property
@@ -619,7 +675,8 @@ def _conclusion(run: MachineRun) -> tuple[Kept, list[dict[str, Any]]]: # the cho
     s, history = run.settings, run.state.history
     chosen = s.selection.choose(run.state.seen)
     if s.holdout is None and chosen.alpha is not None: return chosen, history
-    fit = fit_alpha(s, run.whole, chosen.M, coef=False)
+    now = s if chosen.ridge is None else replace(s, ridge=chosen.ridge)
+    fit = fit_alpha(now, run.whole, chosen.M, coef=False)
     if s.holdout is not None:
         history = history + [dict(iter=chosen.t, solver=fit.solver, note="refit on all rows")]
     return chosen._replace(alpha=fit.alpha), history

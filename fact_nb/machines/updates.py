@@ -5,10 +5,13 @@
 # %% auto #0
 __all__ = ['Pair', 'UPDATES', 'fact_update', 'nfa_update', 'trace_of', 'rescale', 'effective_rank', 'UpdateRule', 'check_choice',
            'Fact', 'Nfa', 'objective', 'metric_of', 'root_of', 'gradient', 'defect', 'direction', 'fell', 'search',
-           'nearest', 'Way', 'remember', 'Descended', 'descend', 'Descent', 'update_rule']
+           'nearest', 'Way', 'remember', 'Descended', 'descend', 'Descent', 'Sight', 'pack_point', 'unpack_point',
+           'EvidenceLook', 'look_at', 'evidence_gradient', 'raise_evidence', 'sight_of', 'Evidence', 'update_rule']
 
 # %% ../../nbs/machines/04_updates.ipynb #7aa151be
+import math
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, NamedTuple
 
 import torch
@@ -16,6 +19,10 @@ from torch import Tensor
 
 from ..arguments import check_number
 from ..linalg import psd_power, sym, sym_sqrt
+from .gradients import centred, fact_core
+from .kernels import Kernel, evaluate_both
+from .kernels import pairs as pairs_of
+from .selection import RIDGES, Likelihood, Prior, evidence
 from ..runtime import dtype_for
 
 # %% ../../nbs/machines/04_updates.ipynb #939fa2ce
@@ -79,6 +86,9 @@ def effective_rank(M: Tensor) -> float: # between 1 and d
 class UpdateRule:
     "How the next metric is made from a fit. A dataclass below this one writes `propose`."
     looks: ClassVar[bool] = False # does `look` need the coefficients of the last fit too?
+    rescales: ClassVar[bool] = True # may M be rescaled after the update?
+    usual: ClassVar[int] = 3 # updates, where none were asked for
+    criterion: ClassVar[str] = "loo" # what chooses a ridge at M = I that was left open
 
     def check(self, s: "Settings") -> None:
         "Raise if these settings do not go with the rule."
@@ -93,6 +103,10 @@ class UpdateRule:
     def propose(self, fit: "Fit") -> Tensor | None: # None: nothing better was found
         "The next metric, before it is rescaled."
         raise NotImplementedError(f"{type(self).__name__} must define propose(fit)")
+
+    def ridge_for(self, fit: "Fit") -> float | None: # None: as it was
+        "The ridge that goes with the metric proposed last."
+        return None
 
     def objection(self, fit: "Fit", M: Tensor) -> str | None:
         "Why the run must end at the proposed metric, if it must."
@@ -114,10 +128,13 @@ class Fact(UpdateRule):
     "FACT: M ← (FACT FACTᵀ)^½, or |FACT·M|^½ with averaging."
     geometric: bool | str = True # average with the last M; "simple" for inner-product kernels
     negative: str = "abs" # negative eigenvalues of FACT·M: "abs", as the paper, or "clip"
+    ridge: float | None = None # of the fit that FACT is read from; None: the machine's own
 
     def __post_init__(self) -> None:
         check_choice(self.geometric, "geometric", (True, False, "simple"))
         check_choice(self.negative, "negative", ("abs", "clip"))
+        if self.ridge is not None:
+            check_number(self.ridge, "ridge", low=0)
 
     def check(self, s: "Settings") -> None:
         if self.geometric == "simple" and s.kernel.radial:
@@ -127,7 +144,9 @@ class Fact(UpdateRule):
         "The next metric from S."
         return fact_update(M, S, self.geometric, self.negative)
 
-    def propose(self, fit: "Fit") -> Tensor: return self.next_metric(fit.M, fit.S)
+    def propose(self, fit: "Fit") -> Tensor:
+        read = fit if self.ridge is None else fit.with_ridge(self.ridge)
+        return self.next_metric(fit.M, read.S)
 
 # %% ../../nbs/machines/04_updates.ipynb #185363d5
 @dataclass(frozen=True)
@@ -321,8 +340,173 @@ class Descent(UpdateRule):
         if trace_of(M) > 1e-9 * fit.row["objective"]: return None
         return "M shrinks to zero: the ridge is too large for any feature to pay"
 
+# %% ../../nbs/machines/04_updates.ipynb #5d46cfc8
+@dataclass
+class Sight:
+    "The rows whose evidence is looked at, and the memory for their matrices."
+    kernel: Kernel # with its bandwidth set
+    X: Tensor # n × d
+    Y: Tensor # n × c
+    w: Tensor | None # n sample weights
+    prior: Prior | None
+    diagonal: bool # is W a vector?
+    free: bool # is the ridge learned too?
+    room: tuple[Tensor, Tensor] | None = None # for K and C, used again at every look
+
+# %% ../../nbs/machines/04_updates.ipynb #7d139163
+_LOG_RIDGE = (math.log(1e-4), math.log(30))
+
+def pack_point(W: Tensor, ridge: float) -> Tensor: # W d × d or d
+    "W and log ρ in one vector."
+    return torch.cat([W.flatten(), W.new_tensor([math.log(max(ridge, 1e-4))])])
+
+def unpack_point(z: Tensor, diagonal: bool) -> tuple[Tensor, float]: # W, ρ
+    "W and ρ of such a vector."
+    d = len(z) - 1 if diagonal else math.isqrt(len(z) - 1)
+    return z[:-1] if diagonal else z[:-1].view(d, d), math.exp(float(z[-1]))
+
+# %% ../../nbs/machines/04_updates.ipynb #4c755eb9
+class EvidenceLook(NamedTuple):
+    "The criterion at a point."
+    z: Tensor # the point
+    value: float # F + π(W)/n; infinite where the matrix cannot be factored
+    seen: Likelihood | None
+
+# %% ../../nbs/machines/04_updates.ipynb #17c1b0d9
+def look_at(s: Sight, z: Tensor) -> EvidenceLook:
+    "One kernel matrix and one factor; K and C stay in the sight's memory."
+    W, ridge = unpack_point(z, s.diagonal)
+    Z = s.X * W.to(s.X) if s.diagonal else s.X @ W.T.to(s.X)
+    if s.room is None:
+        s.room = s.X.new_empty(len(Z), len(Z)), s.X.new_empty(len(Z), len(Z))
+    P = pairs_of(Z, None, None, s.kernel.radial)
+    K, _ = evaluate_both(s.kernel, P, *s.room, mirror=False)
+    if s.w is not None:
+        u = s.w.sqrt()[:, None]
+        K.mul_(u).mul_(u.T)
+    seen = evidence(K, ridge, s.Y, s.w)
+    if seen is None: return EvidenceLook(z, math.inf, None)
+    paid = 0. if s.prior is None else s.prior.value(W) / seen.rows
+    return EvidenceLook(z, seen.F + paid, seen)
+
+# %% ../../nbs/machines/04_updates.ipynb #38252cc3
+def evidence_gradient(s: Sight,
+                      at: EvidenceLook, # the last look: its C is still there
+                     ) -> Tensor: # like at.z
+    "∇(F + π/n) in W and log ρ, as @eq-evidence-gradient has it."
+    assert at.seen is not None and s.room is not None, "there is no gradient without a fit"
+    _, alpha, factor, fitted, rows = at.seen
+    W, ridge = unpack_point(at.z, s.diagonal)
+    u = torch.ones_like(alpha[:, :1]) if s.w is None else s.w.sqrt()[:, None]
+    inverse = torch.cholesky_inverse(factor)
+    wide = dtype_for(alpha.device)
+    spread = float(inverse.diagonal().to(wide).sum()) + (rows - len(alpha)) / ridge
+    size = float((alpha / u).to(wide).square().sum())
+    slope = ridge * (spread / rows - size / fitted) / 2 if s.free else 0.
+    less = inverse.mul_(fitted / rows)
+    if s.w is not None:
+        less.mul_(u).mul_(u.T)
+    S = fact_core(s.room[1], alpha, s.X, s.kernel.radial, less).to(W)
+    g = (W * S.diagonal() if s.diagonal else W @ S) / -fitted
+    if s.prior is not None:
+        g = g + s.prior.pull(W) / rows
+    return torch.cat([g.flatten(), g.new_tensor([slope])])
+
+# %% ../../nbs/machines/04_updates.ipynb #29e8ced9
+def _free_part(z: Tensor, g: Tensor) -> Tensor:
+    "The gradient without the part that pushes the ridge over its bound."
+    low, high = _LOG_RIDGE
+    outward = (z[-1] <= low and g[-1] > 0) or (z[-1] >= high and g[-1] < 0)
+    if not outward: return g
+    g = g.clone()
+    g[-1] = 0
+    return g
+
+# %% ../../nbs/machines/04_updates.ipynb #490ebca0
+def _lower(s: Sight, here: EvidenceLook, g: Tensor, known: list[Pair]) -> EvidenceLook | None:
+    "The first point along the direction, or half of it, …, at which the criterion falls enough."
+    d = direction(g, known, g) if known else -g / g.norm()
+    slope = float((g * d).sum())
+    for k in range(12 if slope < 0 else 0):
+        z = here.z + d / 2**k
+        z[-1].clamp_(*_LOG_RIDGE)
+        there = look_at(s, z)
+        if fell(here.value, there.value, -1e-4 * slope / 2**k): return there
+    return None
+
+# %% ../../nbs/machines/04_updates.ipynb #2dae2398
+def raise_evidence(s: Sight,
+                   way: Way, # its W is the whole point, with log ρ
+                   steps: int, # at most
+                   deadline: float = math.inf, # of `perf_counter`: no further step after it
+                  ) -> tuple[Way, list[float]]: # where it led; the criterion at every point
+    "Steps of L-BFGS that lower the criterion."
+    here = look_at(s, way.W)
+    values = [here.value]
+    while len(values) <= steps and here.seen is not None and perf_counter() < deadline:
+        g = _free_part(here.z, evidence_gradient(s, here))
+        if g.norm() < 1e-9: break
+        pairs = remember(way, g)
+        found = _lower(s, here, g, pairs)
+        if found is None and pairs:
+            pairs, found = [], _lower(s, here, g, [])
+        if found is None: break
+        way, here = Way(found.z, pairs, (way.W, g)), found
+        values.append(here.value)
+    return way, values
+
+# %% ../../nbs/machines/04_updates.ipynb #c1c1013d
+def sight_of(fit: "Fit", prior: Prior | None, rows: int) -> Sight:
+    "The rows of a fit that are looked at."
+    p, s = fit.problem, fit.settings
+    X, Y, w = centred(p.X, s.kernel.radial), p.Y, p.w
+    n = len(X)
+    if n > rows:
+        drawn = torch.randperm(n, generator=torch.Generator().manual_seed(s.seed))
+        some = drawn[:rows].sort().values.to(X.device)
+        X, Y, w = X[some], Y[some], None if w is None else w[some]
+    if len(X) > 512:
+        X, Y, w = X.float(), Y.float(), None if w is None else w.float()
+    return Sight(s.kernel, X, Y, w, prior, fit.M.ndim == 1, p.free_ridge)
+
+# %% ../../nbs/machines/04_updates.ipynb #9f997c92
+@dataclass(frozen=True)
+class Evidence(UpdateRule):
+    "Steps that raise the evidence of the targets, with a prior on W; the ridge is learned too."
+    steps: int = 10 # of one update
+    prior: Prior | None = Prior() # None: the evidence alone
+    rows: int = 2000 # at most so many are looked at
+    rescales: ClassVar[bool] = False
+    usual: ClassVar[int] = 1
+    criterion: ClassVar[str] = "evidence"
+
+    def __post_init__(self) -> None:
+        check_number(self.steps, "steps", low=1, whole=True)
+        check_number(self.rows, "rows", low=2, whole=True)
+
+    def starts(self, fit: "Fit") -> list[Way]:
+        "Where to begin."
+        if fit.memory: return [Way(**fit.memory)]
+        ridge, W = fit.settings.ridge, root_of(fit.M)
+        lost = fit.problem.free_ridge and ridge >= RIDGES[-1]
+        return [Way(pack_point(W, r)) for r in ([ridge, .01] if lost else [ridge])]
+
+    def propose(self, fit: "Fit") -> Tensor | None:
+        sight = sight_of(fit, self.prior, self.rows)
+        limit = fit.problem.deadline
+        ends = [raise_evidence(sight, way, self.steps, limit) for way in self.starts(fit)]
+        way, values = min(ends, key=lambda end: end[1][-1])
+        fit.memory = dict(vars(way))
+        fit.row |= dict(criterion=values[-1], steps=len(values) - 1)
+        if len(values) == 1: return None
+        return metric_of(unpack_point(way.W, fit.M.ndim == 1)[0])
+
+    def ridge_for(self, fit: "Fit") -> float | None:
+        if not fit.problem.free_ridge or not fit.memory: return None
+        return math.exp(float(fit.memory["W"][-1]))
+
 # %% ../../nbs/machines/04_updates.ipynb #b5569f8c
-UPDATES = ("fact", "nfa", "stable") # the names
+UPDATES = ("fact", "nfa", "stable", "evidence") # the names
 
 def update_rule(update: "str | UpdateRule", # a name, or the rule itself
                 geometric: bool | str = True, # of Fact
@@ -335,4 +519,5 @@ def update_rule(update: "str | UpdateRule", # a name, or the rule itself
     if update == "fact": return Fact(geometric, negative)
     if update == "nfa": return Nfa(power)
     if update == "stable": return Descent(settle)
+    if update == "evidence": return Evidence()
     raise ValueError(f"update must be one of {UPDATES} or an UpdateRule, not {update!r}")
