@@ -88,7 +88,7 @@ def test_judges_do_not_crash_on_a_tiny_result_and_see_a_swap(tmp_path):
         r = run_experiment(exp, "quick", results=tmp_path, progress=False, device="cpu")
     verdicts = {k: j(r) for k, j in g.judges.items()}
     assert verdicts["grok-100"] is None and verdicts["grok-random-circulant"] is None and verdicts["rfm-plain-unstable-modular"] is None
-    assert verdicts["rfm-naive-undefined"].verdict == "differs"
+    assert verdicts["rfm-naive-undefined"].verdict == "holds with a change"      # real and non-negative here, only not symmetric
     for f in g.figures.values():
         import matplotlib.pyplot as plt
         plt.close(f.draw(r))
