@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fact_nb.networks import processes
 from fact_nb.networks.measure import measure
+from fact_nb.networks.moving_average import Motion
 rank, port, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
@@ -59,13 +60,15 @@ say("fsdp", "optimizer", worst(measure(net, ce, mine, opt), one) < 1e-12)
 other = sharded()
 ways = []
 for model, looks in ((net, True), (other, False)):
-    sgd = torch.optim.SGD(model.parameters(), lr=.1, weight_decay=.1)
+    sgd = torch.optim.SGD(model.parameters(), lr=.1, momentum=.5, weight_decay=.1)
+    if looks: motion = Motion(model, sgd, exact=True)
     for x, y in mine:
         sgd.zero_grad(); ce(model(x), y).backward()
         if looks: measure(model, ce, mine, sgd)
         sgd.step()
     ways.append([p.full_tensor() for p in model.parameters()])
 say("fsdp", "undisturbed", all(torch.equal(a, b) for a, b in zip(*ways)))
+say("fsdp", "motion", motion.count == 2 and (motion.table().r_exact < 1e-9).all())
 plain = network()
 plain.load_state_dict({k: p for (k, _), p in zip(plain.named_parameters(), ways[0])})
 say("fsdp", "trained", worst(measure(net, ce, mine, .1), measure(plain, ce, [(X, Y)], .1, distributed=False)) < 1e-12)
@@ -138,7 +141,7 @@ def of_case(lines, case):
 
 def test_fully_shard_equals_one_process(said):
     "Weights and data in two halves: the report of either process is that of the plain model on all data."
-    cases = ("fresh", "optimizer", "undisturbed", "trained", "uneven", "mixed")
+    cases = ("fresh", "optimizer", "undisturbed", "motion", "trained", "uneven", "mixed")
     for lines in said:
         assert of_case(lines, "fsdp") == [f"{case} True" for case in cases]
 
