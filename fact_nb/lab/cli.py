@@ -238,7 +238,7 @@ def cmd_report(args: argparse.Namespace) -> None:
 # %% ../../nbs/lab/09_cli.ipynb #e85df44a
 def cmd_doctor(args: argparse.Namespace) -> None:
     "Say what this machine is, check its numbers, and estimate every preset."
-    from fact_nb.lab.doctor import cost_lines, costs, machine_facts, self_check
+    from fact_nb.lab.doctor import cost_lines, machine_facts, preset_costs, self_check
     on = _measured(args.device)
     for name, value in machine_facts(on.device, on.rates).items():
         print(f"{name:10} {value}", flush=True)
@@ -249,8 +249,9 @@ def cmd_doctor(args: argparse.Namespace) -> None:
           f"agree, {took:.0f} s")
     for c in wrong or sorted(checks, key=lambda c: -c.error / c.bound)[:3]:
         print(f"  {c.name:32} relative error {c.error:.1e}, at most {c.bound:.0e}")
+    estimated = preset_costs(registry(), on.rates, on.host)
     print(f"\nestimated on {on.device}:")
-    print("\n".join(cost_lines(costs(registry(), on.rates, on.host), on.rates.memory)))
+    print("\n".join(cost_lines(estimated, on.rates.memory)))
     require(not wrong, f"{len(wrong)} of {len(checks)} checks failed on {on.device}: "
                        "results of this device cannot be trusted; use --device cpu")
 
