@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from .trackers import Probing
+from ..networks.batches import COUNTED, recognised
 from ..networks.processes import unwrapped
 from ..runtime import seeded
 
@@ -92,16 +93,16 @@ def _forward(c: FactCallback, model: torch.nn.Module, batch: Mapping) -> tuple[A
     labels = inputs.get("labels")
     loss, out = c.trainer.compute_loss(model, dict(inputs), return_outputs=True)
     logits = out["logits"] if isinstance(out, Mapping) and "logits" in out else out[-1]
-    return logits, (loss, _counted(model, labels, logits))
+    return logits, (loss, _counted(model, labels, logits, float(loss)))
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #36b5a609
-def _counted(model: torch.nn.Module, labels: Any, logits: Any) -> float:
+def _counted(model: torch.nn.Module, labels: Any, logits: Any, loss: float) -> float:
     "What the loss of a batch is averaged over: labels that count, or samples."
     if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
         return float(len(logits))
     shifts = "ForCausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
-    counted = labels[:, 1:] if shifts else labels
-    return float((counted != -100).sum())
+    usual = "shifted labels" if shifts else "labels"
+    return COUNTED[recognised(logits, labels, loss) or usual](logits, labels)
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #c5a6e962
 @contextmanager
