@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['ZERO', 'CHUNK', 'SHAKES', 'BETWEEN', 'DEPTH_LOOKS', 'experiment', 'imbalance', 'shrunk', 'Product', 'compress',
            'power_cosines', 'powers', 'trace_row', 'sgd_recipe', 'polish_recipe', 'sgd_in_chunks', 'efolds',
-           'train_and_observe', 'unit_output', 'shaken_rows', 'phase_rows', 'protocol_rows', 'judge_both',
-           'PowerEvidence', 'power_evidence', 'judge_power', 'FactEvidence', 'noise_change', 'BalanceEvidence',
-           'judge_balanced', 'TruthEvidence', 'judge_truth', 'drawn_rows', 'power_curves', 'DepthLook', 'draw_powers',
-           'balance_table', 'draw_balance', 'singular_table', 'draw_singular', 'noise_table', 'draw_noise']
+           'train_and_observe', 'unit_output', 'shaken_rows', 'phase_rows', 'protocol_rows', 'how_many',
+           'judge_protocol', 'PowerEvidence', 'power_evidence', 'judge_power', 'FactEvidence', 'noise_note',
+           'BalanceEvidence', 'judge_balanced', 'TruthEvidence', 'judge_truth', 'drawn_rows', 'power_curves',
+           'DepthLook', 'draw_powers', 'balance_table', 'draw_balance', 'singular_table', 'draw_singular',
+           'noise_table', 'draw_noise']
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #21060f4f
 import copy
@@ -34,8 +35,10 @@ from ..networks.measure import measure
 from ..networks.models import linear_network
 from ..networks.report import Layer, Report
 from ..networks.training import Batches, Recipe, train
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.claims import threshold
+from ..lab.experiment import NOT_RUN, Context, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
+from ..lab.marks import field_sizes
 from ..lab.needs import Work
 from ..lab.store import Result
 
@@ -443,22 +446,29 @@ class Evidence(Protocol):
     @property
     def holds(self) -> bool: ...
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #dl0h0wm0
+def how_many(rows: pd.DataFrame) -> str:
+    "The networks and seeds behind these rows, in words."
+    networks = rows.groupby(["L", "seed", "epochs"]).ngroups
+    fewest, most = (rows.groupby("L").seed.nunique().agg(f) for f in ("min", "max"))
+    seeds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    return f"{networks} networks, seeds a depth: {seeds}"
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #4700de15
-def judge_both(polished: pd.DataFrame, # rows after the polish
-               own: pd.DataFrame, # rows of the paper's protocol; may be none
-               evidence: Callable[[pd.DataFrame], Evidence], # of rows
-               change: str = "", # a change that is known already
-              ) -> Judgement | None: # None: not all depths are there
-    "Judge the polished networks; the paper's own protocol decides whether that is a change."
+def judge_protocol(r: Result,
+                   own: pd.DataFrame, # rows of the paper's protocol; may be none
+                   polished: pd.DataFrame, # rows after the polish
+                   evidence: Callable[[pd.DataFrame], Evidence], # of rows
+                  ) -> Judgement | None: # None: not all depths are there
+    "Judge the paper's protocol; the polished networks stand beside it."
     if not set(range(2, 7)) <= set(polished.L): return None
-    found = evidence(polished)
-    networks = polished.groupby(["L", "seed", "epochs"]).ngroups
-    ours = f"{found} ({networks} networks)"
-    if own.empty: return judge(found.holds, ours, change=change)
-    alone = evidence(own)
-    if not alone.holds and not change:
-        change = "after full-batch steps at the end"
-    return judge(found.holds, ours, f"5000 epochs of SGD alone: {alone}", change)
+    beside = f"after full-batch steps at the end: {evidence(polished)} ({how_many(polished)})"
+    if not set(range(2, 7)) <= set(own.L):
+        return Judgement(NOT_RUN, "", f"not run for 5,000 epochs at every depth; {beside}")
+    found = evidence(own)
+    units = tuple(u for u in r.units if u.params.get("epochs", 0) >= 5000)
+    return judge(found.holds, f"{found} (5,000 epochs of SGD, no polish: {how_many(own)})", beside,
+                 units=units)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #8ad81f61
 class PowerEvidence(NamedTuple):
@@ -471,8 +481,8 @@ class PowerEvidence(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        near = self.cos >= .999 and self.off <= .05 and self.error <= .02
-        return bool(near and self.half_is_worse)
+        least, most = (threshold("linear-agop-power", k) for k in ("cos", "off"))
+        return bool(self.cos >= least and self.off <= most and self.half_is_worse)
 
     def __str__(self) -> str:
         return (f"cos ≥ {self.cos:.6f}, |L·argmax − 1| ≤ {self.off:.3f}, "
@@ -491,7 +501,7 @@ def power_evidence(first: pd.DataFrame # rows of first layers
 def judge_power(r: Result) -> Judgement | None:
     "linear-agop-power."
     polished, own = phase_rows(r, "layer"), protocol_rows(r, "layer")
-    return judge_both(polished[polished.layer == 1], own[own.layer == 1], power_evidence)
+    return judge_protocol(r, own[own.layer == 1], polished[polished.layer == 1], power_evidence)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #bb7d5f58
 class FactEvidence(NamedTuple):
@@ -501,13 +511,13 @@ class FactEvidence(NamedTuple):
     layers: int # how many
 
     @property
-    def holds(self) -> bool: return bool(self.cos >= .999)
+    def holds(self) -> bool: return bool(self.cos >= threshold("linear-fact", "cos"))
 
     def __str__(self) -> str:
         return f"cos ≥ {self.cos:.6f}, r ≤ {self.error:.1e}, {self.layers} layers"
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #8365374c
-def noise_change(r: Result) -> str: # empty when FACT stays at .999 or above, or was not tried
+def noise_note(r: Result) -> str: # empty when FACT stays at .999 or above, or was not tried
     "What SGD at the minimum does to FACT, in words."
     d = r.df[r.df.part == "noise"]
     if d.empty or d.fact.min() >= .999: return ""
@@ -515,13 +525,14 @@ def noise_change(r: Result) -> str: # empty when FACT stays at .999 or above, or
     for (batch, rest), low in d.groupby(["batch", "rest"]).fact.min().items():
         last = f" (the last has {rest:.0f} rows)" if rest else ""
         said.append(f"≥ {low:.4f} with batches of {batch:.0f}{last}")
-    return "after full-batch steps at the end; under SGD at the minimum " + ", ".join(said)
+    return "narrow networks under SGD at the minimum " + ", ".join(said)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #f6a649e0
 def judge_fact(r: Result) -> Judgement | None:
     "linear-fact."
     evidence = lambda d: FactEvidence(d.fact.min(), d.r.max(), len(d))
-    return judge_both(phase_rows(r, "layer"), protocol_rows(r, "layer"), evidence, noise_change(r))
+    j = judge_protocol(r, protocol_rows(r, "layer"), phase_rows(r, "layer"), evidence)
+    return j and replace(j, note="; ".join(t for t in (j.note, noise_note(r)) if t))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #966ec026
 class BalanceEvidence(NamedTuple):
@@ -529,7 +540,7 @@ class BalanceEvidence(NamedTuple):
     worst: float
 
     @property
-    def holds(self) -> bool: return bool(self.worst <= .02)
+    def holds(self) -> bool: return bool(self.worst <= threshold("linear-balanced", "imbalance"))
 
     def __str__(self) -> str: return f"imbalance ≤ {self.worst:.1e}"
 
@@ -537,8 +548,8 @@ class BalanceEvidence(NamedTuple):
 def judge_balanced(r: Result) -> Judgement | None:
     "linear-balanced."
     polished, own = phase_rows(r, "layer"), protocol_rows(r, "layer")
-    return judge_both(polished[polished.imbalance.notna()], own[own.imbalance.notna()],
-                      lambda d: BalanceEvidence(d.imbalance.max()))
+    return judge_protocol(r, own[own.imbalance.notna()], polished[polished.imbalance.notna()],
+                          lambda d: BalanceEvidence(d.imbalance.max()))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #618c74f9
 class TruthEvidence(NamedTuple):
@@ -548,7 +559,8 @@ class TruthEvidence(NamedTuple):
     rank: int # of the product, lowest
 
     @property
-    def holds(self) -> bool: return bool(self.farthest <= .05)
+    def holds(self) -> bool:
+        return bool(self.farthest <= threshold("linear-agop-truth", "distance"))
 
     def __str__(self) -> str:
         return f"relative distance {self.nearest:.4f} … {self.farthest:.4f}, rank {self.rank}"
@@ -557,7 +569,7 @@ class TruthEvidence(NamedTuple):
 def judge_truth(r: Result) -> Judgement | None:
     "linear-agop-truth."
     evidence = lambda d: TruthEvidence(d.truth.min(), d.truth.max(), int(d["rank"].min()))
-    return judge_both(phase_rows(r, "network"), protocol_rows(r, "network"), evidence)
+    return judge_protocol(r, protocol_rows(r, "network"), phase_rows(r, "network"), evidence)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #56fd5109
 judges = {"linear-agop-power": judge_power, "linear-fact": judge_fact,
@@ -761,4 +773,5 @@ def work(cfg: Config, unit: dict) -> Work:
 # %% ../../nbs/experiments/04_deep_linear.ipynb #7e15f7b1
 experiment = Experiment(
     "deep_linear", "deep linear networks: AGOP's power is 1/L, FACT has nothing to tune",
-    presets, units, run_unit, judges, figures, work=work)
+    presets, units, run_unit, judges, figures, work=work,
+    sizes=field_sizes("n", "d", "width", "epochs"))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROOT', 'BROOT', 'experiment', 'gradient_pairs', 'null_roots', 'with_nulls', 'curve', 'Finding', 'early_median', 'low',
-           'Rise', 'rise', 'control_note', 'late_jump', 'nontrivial', 'curve_table', 'line_style',
-           'draw_curves_by_layer', 'draw_forward_curves', 'draw_backward_curves']
+           'Rise', 'rise', 'control_note', 'late_jump', 'RootRead', 'nontrivial', 'seed_estimates', 'root_estimates',
+           'curve_table', 'line_style', 'draw_curves_by_layer', 'draw_forward_curves', 'draw_backward_curves']
 
 # %% ../../nbs/experiments/03_epochs.ipynb #166b4d14
 from dataclasses import dataclass
@@ -20,14 +20,17 @@ from torch import Tensor, nn
 
 from ..data.images import Flat
 from ..figures import WIDTH, style
-from ..lab.experiment import in_grid, Context, Experiment, Figure, Judgement, Output
-from ..lab.experiment import judge, require
-from ..lab.needs import Work
-from ..lab.image_networks import BACKWARD, FORWARD, Networks, RowsByEpoch
+from ..lab.claims import threshold
+from ..lab.experiment import NOT_RUN, Context, Estimate, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
+from ..lab.image_networks import BACKWARD, FORWARD, Networks, RowsByEpoch, image_sizes
 from ..lab.image_networks import candidates, images, legend_below, listed, look_of, measure_on
 from ..lab.image_networks import network, on_device, recipe, require_known, score, train_on
+from ..lab.marks import size_gaps
+from ..lab.statistics import mean_estimate
+from ..lab.store import Result, StoredUnit
+from ..lab.needs import Work
 from ..lab.image_networks import network_work
-from ..lab.store import Result
 from ..linalg import pearson, rel_err
 from ..networks.quantities import bfact, fact, row_basis, variants
 from ..networks.report import Layer
@@ -188,11 +191,11 @@ def early_median(r: Result,
     return c[c.index <= share].median()
 
 # %% ../../nbs/experiments/03_epochs.ipynb #9d6f4a09
-def low(r: Result, q: str) -> Finding:
+def low(r: Result, q: str, id: str) -> Finding: # id: of the claim
     "Is the early median below one half on every layer?"
     early = early_median(r, q, .1)
     ours = f"median over the first tenth {listed(early)} by layer"
-    return Finding(bool((early < .5).all()), ours)
+    return Finding(bool((early < threshold(id, "median")).all()), ours)
 
 # %% ../../nbs/experiments/03_epochs.ipynb #44339b28
 class Rise(NamedTuple):
@@ -218,46 +221,99 @@ def control_note(r: Result, q: str) -> str: # "" without a control
     return f"at a constant learning rate it ends at {listed(end)}: the rise {cause}"
 
 # %% ../../nbs/experiments/03_epochs.ipynb #6bf06a6e
-def late_jump(r: Result, q: str) -> Finding:
+def late_jump(r: Result, q: str, id: str) -> Finding: # id: of the claim
     "Does the curve end at ≥ .95 with half of its rise in the last fifth?"
     end, late = rise(r, q)
     ours = f"ends at {listed(end, 3)}; share of the rise in the last fifth {listed(late)}"
-    return Finding(bool((end >= .95).all() and (late >= .5).all()), ours, control_note(r, q))
+    met = (end >= threshold(id, "end")).all() and (late >= threshold(id, "late")).all()
+    return Finding(bool(met), ours, control_note(r, q))
 
 # %% ../../nbs/experiments/03_epochs.ipynb #eb480623
 ROOT, BROOT = FORWARD[1], BACKWARD[1]
 
 # %% ../../nbs/experiments/03_epochs.ipynb #1a9f2831
+class RootRead(NamedTuple):
+    "Medians over the first half of training; a value per layer."
+    plain: pd.Series # of FACT or bFACT
+    root: pd.Series # of its symmetric root
+    null: pd.Series # of the root of wrong pairs
+
+    def ahead(self, gain: float) -> pd.Series: # by layer
+        "Is the root above FACT by so much, and above the null?"
+        return (self.root - self.plain >= gain) & (self.root > self.null)
+
+# %% ../../nbs/experiments/03_epochs.ipynb #d3f7f29b
 def nontrivial(r: Result,
-               q: str, # FACT or bFACT
-               root: str, # its symmetric root
-               null: str, # the root of wrong pairs
+               names: tuple[str, str, str], # FACT or bFACT, its symmetric root, its null
+               id: str, # of the claim
               ) -> Finding:
-    "Is the root's early median .2 above FACT's, and above the null's?"
-    m = {k: early_median(r, k, .5) for k in (q, root, null)}
-    met = (m[root] - m[q] >= .2).all() and (m[root] > m[null]).all()
-    text = "; ".join(f"{k} {listed(s)}" for k, s in m.items())
-    return Finding(bool(met), f"{text} (medians over the first half, by layer)")
+    "Is the root's early median .2 above FACT's, and above the null's? On some layers is a change."
+    m = RootRead(*(early_median(r, k, .5) for k in names))
+    ahead = m.ahead(threshold(id, "gain"))
+    text = "; ".join(f"{k} {listed(s)}" for k, s in zip(names, m))
+    layers = ", ".join(str(k) for k in ahead.index[ahead])
+    note = "" if ahead.all() or not ahead.any() else f"only on layer {layers}"
+    return Finding(bool(ahead.any()), f"{text} (medians over the first half, by layer)", note)
 
 # %% ../../nbs/experiments/03_epochs.ipynb #46e03657
-def judge_low(r: Result) -> Judgement: return judge(*low(r, "FACT"))
-def judge_jump(r: Result) -> Judgement: return judge(*late_jump(r, "FACT"))
+def followed(r: Result) -> tuple[StoredUnit, ...]: return tuple(r.where(schedule="cosine"))
+
+# %% ../../nbs/experiments/03_epochs.ipynb #b92bb30b
+def seed_estimates(r: Result, q: str) -> tuple[Estimate, ...]:
+    "The highest early median and the lowest end of a quantity by layer, over seeds."
+    d = r.df[(r.df.quantity == q) & (r.df.schedule == "cosine")]
+    early = d[d.share <= .1].groupby(["layer", "seed"]).pearson.median()
+    end = d[d.share == 1.].groupby(["layer", "seed"]).pearson.mean()
+    high, least = early.groupby("layer").mean().idxmax(), end.groupby("layer").mean().idxmin()
+    return (mean_estimate(f"{q}, layer {high}: median over the first tenth", early[high]),
+            mean_estimate(f"{q}, layer {least}: at the end", end[least]))
+
+# %% ../../nbs/experiments/03_epochs.ipynb #1184fefc
+def judge_low(r: Result) -> Judgement:
+    "Is FACT low for most of the time?"
+    return judge(*low(r, "FACT", "epochs-fact-low"), units=followed(r),
+                 estimates=seed_estimates(r, "FACT"))
+
+# %% ../../nbs/experiments/03_epochs.ipynb #e2ad0257
+def at_size(r: Result, j: Judgement) -> Judgement:
+    "A judgement that only networks of the paper's size can give."
+    small = size_gaps(experiment, r.config, followed(r))
+    if not small or r.preset == "quick": return j
+    note = f"not run at the paper's size; {j.note}"
+    return Judgement(NOT_RUN, j.ours, note, j.units, j.estimates)
+
+# %% ../../nbs/experiments/03_epochs.ipynb #9e3129f4
+def judge_jump(r: Result) -> Judgement:
+    "Does FACT rise late, and sharply?"
+    found = late_jump(r, "FACT", "epochs-fact-jump")
+    return at_size(r, judge(*found, units=followed(r), estimates=seed_estimates(r, "FACT")))
+
+# %% ../../nbs/experiments/03_epochs.ipynb #ep0r00t0
+def root_estimates(r: Result) -> tuple[Estimate, ...]:
+    "By layer, how far the root's early median lies above its null's, over seeds."
+    d = r.df[(r.df.schedule == "cosine") & (r.df.share <= .5)]
+    m = d.groupby(["quantity", "layer", "seed"]).pearson.median()
+    above = m[ROOT] - m["null"]
+    return tuple(mean_estimate(f"layer {k}: root − null", g) for k, g in above.groupby("layer"))
 
 # %% ../../nbs/experiments/03_epochs.ipynb #6039238e
 def judge_root(r: Result) -> Judgement:
     "The symmetric root against FACT and against its null."
-    found = nontrivial(r, "FACT", ROOT, "null")
-    return judge(found.met, found.ours, "the null pairs each gradient with another sample's input")
+    found = nontrivial(r, ("FACT", ROOT, "null"), "epochs-sqrt-nontrivial")
+    return judge(found.met, found.ours, "the null pairs each gradient with another sample's input",
+                 change=found.note, units=followed(r), estimates=root_estimates(r))
 
 # %% ../../nbs/experiments/03_epochs.ipynb #df94e53b
 def judge_backward(r: Result) -> Judgement:
     "All three criteria for bFACT."
-    found = dict(low=low(r, "bFACT"), jump=late_jump(r, "bFACT"),
-                 root=nontrivial(r, "bFACT", BROOT, "bnull"))
+    id = "epochs-backward"
+    found = dict(low=low(r, "bFACT", id), jump=late_jump(r, "bFACT", id),
+                 root=nontrivial(r, ("bFACT", BROOT, "bnull"), id))
     failed = ", ".join(k for k, f in found.items() if not f.met) or "none"
-    ours = "; ".join(f.ours for f in found.values())
-    return judge(all(f.met for f in found.values()), ours,
-                 f"{failed} not met; {found['jump'].note}")
+    notes = [f"not met: {failed}", *(f.note for f in found.values() if f.note)]
+    j = judge(all(f.met for f in found.values()), "; ".join(f.ours for f in found.values()),
+              "; ".join(notes), units=followed(r), estimates=seed_estimates(r, "bFACT"))
+    return at_size(r, j)
 
 # %% ../../nbs/experiments/03_epochs.ipynb #21f1df92
 judges = {"epochs-fact-low": judge_low, "epochs-fact-jump": judge_jump,
@@ -344,4 +400,4 @@ def work(cfg: Config, unit: dict[str, Any]) -> Work:
 experiment = Experiment(
     "epochs",
     "Correlations of FACT, AGOP and eNFA with WᵀW over training, with and without annealing",
-    presets, units, run_unit, judges, figures, work=work)
+    presets, units, run_unit, judges, figures, work=work, sizes=image_sizes)

@@ -37,8 +37,11 @@ from ..networks.training import Batches, Recipe, cross_entropy, full_gradient, t
 from ..networks.weights import Matrix, weight_matrices
 from ..networks.zero_decay import Dual, MeanStep, dual_fact, dual_weights
 from ..networks.zero_decay import min_norm_point, output_jacobian
+from ..lab.claims import threshold
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.marks import resting_on
+from ..lab.statistics import share_estimate
 from ..lab.needs import Work
 from ..lab.store import Result
 
@@ -448,7 +451,8 @@ class DualEvidence(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        agree = self.between <= 1e-4 and self.gap <= 1e-3
+        near, gap = (threshold("fact-zero-wd", k) for k in ("agree", "gap"))
+        agree = self.between <= near and self.gap <= gap
         return bool(agree and self.untrained > .3 and self.trap < 1e-6)
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #401a877b
@@ -487,12 +491,13 @@ class MotionEvidence(NamedTuple):
     exact: float # largest relative error of the exact form
 
     @property
-    def good(self) -> pd.Series: return self.worst[self.worst >= .99]
+    def good(self) -> pd.Series:
+        return self.worst[self.worst >= threshold("zero-motion", "pearson")]
 
     @property
     def holds(self) -> bool:
         smallest_is_good = self.worst.index.min() in self.good.index
-        return bool(smallest_is_good and self.exact <= 1e-9)
+        return bool(smallest_is_good and self.exact <= threshold("zero-motion", "exact"))
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #7f225191
 def judge_motion(r: Result) -> Judgement | None:
@@ -547,8 +552,10 @@ def judge_step(r: Result) -> Judgement | None:
     dead = len(every[every.tau >= 10]) - len(d)
     lowest = d.groupby("model").pearson.min()
     better = share_above(d, "fact")
-    return judge(bool(lowest.min() >= HIGH and better >= .8), _step_words(d, lowest, better),
-                 _step_note(d, dead))
+    high, share = (threshold("adamw-step", k) for k in ("pearson", "share"))
+    each = share_estimate("matrices ≥ .8", int((d.pearson >= high).sum()), len(d), "matrices")
+    return judge(bool(lowest.min() >= high and better >= share), _step_words(d, lowest, better),
+                 _step_note(d, dead), estimates=(each,))
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #b7d14070
 def _step_words(d: pd.DataFrame, # judged rows of long runs
@@ -583,8 +590,9 @@ def judge_where(r: Result) -> Judgement | None:
     d = alive_rows(r)
     if not both_and_seeds(d) or d.tau.min() > 1 or d.tau.max() < 10: return None
     runs = lowest_by_run(d)
-    long_is_high = runs[runs.tau >= 10].pearson >= HIGH
-    short_is_low = runs[runs.tau <= 1].pearson < HIGH
+    high = threshold("adamw-where", "pearson")
+    long_is_high = runs[runs.tau >= 10].pearson >= high
+    short_is_low = runs[runs.tau <= 1].pearson < high
     note = (f"{long_is_high.sum()} of {len(long_is_high)} long runs have every matrix ≥ .8; "
             f"{short_is_low.sum()} of {len(short_is_low)} short runs have one below")
     return judge(bool(long_is_high.all() and short_is_low.all()), _where_words(runs), note)
@@ -600,8 +608,10 @@ def _where_words(runs: pd.DataFrame # the lowest matrix of every run
     return f"lowest matrix by lr·λ·steps, {'; '.join(said)}"
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #601e6476
-judges = {"fact-zero-wd": judge_dual, "zero-motion": judge_motion,
-          "adamw-step": judge_step, "adamw-where": judge_where}
+judges = {"fact-zero-wd": resting_on(judge_dual, part=("limit", "empty", "zero")),
+          "zero-motion": resting_on(judge_motion, part=("motion",)),
+          "adamw-step": resting_on(judge_step, part=("adamw",)),
+          "adamw-where": resting_on(judge_where, part=("adamw",))}
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #199dfc87
 def limit_table(r: Result) -> pd.DataFrame: # layer, lam, gap, between

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FLAT', 'experiment', 'rfm_unit', 'first_weight', 'look_at_network', 'Looks', 'first_layer_features', 'mlp_unit',
-           'first_time', 'jump', 'learner_curves', 'learner_jumps', 'is_paper_task', 'judge_rfm', 'judge_mlp',
-           'draw_transition', 'machine_matrices', 'network_matrices', 'draw_before_and_after']
+           'first_time', 'jump', 'learner_curves', 'learner_jumps', 'is_paper_task', 'judge_mlp', 'draw_transition',
+           'machine_matrices', 'network_matrices', 'draw_before_and_after']
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #1c2644c0
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from ..data.synthetic import Parity, sparse_parity
 from ..figures import WIDTH, look, style
+from ..lab.claims import threshold
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.marks import field_sizes
 from ..lab.needs import Work, fit_work, mlp_shapes, training_work
 from ..lab.parities import draw_on_support, follow, parity_on, shares
 from ..lab.store import Result
@@ -241,7 +243,8 @@ def is_paper_task(r: Result) -> bool:
 # %% ../../nbs/experiments/06_phase_transition.ipynb #fcd7b7b4
 def _steep(j: dict[str, float]) -> bool: # of jump
     "Flat for three looks, then there, with a large rise on the way?"
-    return j["looks"] >= 3 and not np.isnan(j["there"]) and j["rise"] >= .25
+    flat, rise = (threshold("phase-rfm", k) for k in ("looks", "rise"))
+    return j["looks"] >= flat and not np.isnan(j["there"]) and j["rise"] >= rise
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #3afe86bb
 def judge_rfm(r: Result) -> Judgement | None:
@@ -250,9 +253,11 @@ def judge_rfm(r: Result) -> Judgement | None:
     if not is_paper_task(r) or not jumps: return None
     runs = [", ".join(f"{a:.3f}" for a in g.accuracy) for g in learner_curves(r, "rfm").values()]
     rise = min(j["rise"] for j in jumps)
+    change = (f"at a ridge that was chosen for it ({r.config['ridge']:g}) and with M rescaled to "
+              f"trace d, neither of which the paper says; seeds: {len(jumps)}")
     return judge(all(map(_steep, jumps)), f"accuracy by iteration: {'; '.join(runs)}",
-                 f"largest rise in one iteration {rise:.2f}; ridge {r.config['ridge']:g}, "
-                 "M rescaled to trace d")
+                 f"largest rise in one iteration {rise:.2f}", change,
+                 units=tuple(r.where(learner="rfm")))
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #5277a35d
 def _network_in_words(cfg: dict[str, Any]) -> str: # the result's settings
@@ -268,7 +273,8 @@ def judge_mlp(r: Result) -> Judgement | None:
     seen = "; ".join(f"flat until step {j['flat_until']:.0f}, .95 at step {j['there']:.0f}"
                      for j in jumps)
     ours = f"flat for {min(part):.0%} … {max(part):.0%} of the way: {seen}"
-    return judge(all(p >= .5 for p in part), ours, _network_in_words(r.config))
+    return judge(all(p >= threshold("phase-mlp", "part") for p in part), ours,
+                 _network_in_words(r.config), units=tuple(r.where(learner="mlp")))
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #b430a30a
 judges = {"phase-rfm": judge_rfm, "phase-mlp": judge_mlp}
@@ -391,4 +397,4 @@ def work(cfg: Config, unit: dict[str, Any]) -> Work:
 experiment = Experiment(
     "phase_transition",
     "n = 25,000, k = 4: accuracy is flat, then jumps, in FACT-RFM and in a network",
-    presets, units, run_unit, judges, figures, work=work)
+    presets, units, run_unit, judges, figures, work=work, sizes=field_sizes("n", "d", "k"))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'LONG', 'COMMANDS', 'BASH', 'SHELLS', 'cmd_list', 'Shown', 'Measured', 'cmd_run', 'check_results',
-           'cmd_report', 'cmd_doctor', 'cmd_merge', 'cmd_data', 'cmd_bench', 'cmd_completion', 'Command', 'parser',
-           'Words', 'completion', 'main']
+           'cmd_report', 'cmd_check', 'cmd_doctor', 'cmd_merge', 'cmd_data', 'cmd_bench', 'cmd_completion', 'Command',
+           'parser', 'Words', 'completion', 'main']
 
 # %% ../../nbs/lab/09_cli.ipynb #4db6a68d
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, NoReturn, Sequence
 
 import fact_nb
+from .claims import LEDGER
 from .experiment import Experiment, UsageError, catalogue, find, module_of, registry
 from .experiment import require
 from .store import Result, Store, name_of_device, ready, repository_results, results_dir
@@ -235,6 +236,20 @@ def cmd_report(args: argparse.Namespace) -> None:
     page = write_report(args.out, args.results, experiments=experiments, runs=runs, rows=rows)
     print(f"\nreport: {page}")
 
+# %% ../../nbs/lab/09_cli.ipynb #213a9203
+def cmd_check(args: argparse.Namespace) -> None:
+    "Show a claim, and run the smallest unit behind it again."
+    from fact_nb.lab.check import check_unit, checked_in_words, claim_in_words, claim_named
+    from fact_nb.lab.check import smallest_unit
+    print(claim_in_words(claim_named(args.claim)), flush=True)
+    chosen = smallest_unit(args.claim)
+    print(f"rerunning: {chosen.exp.name} {chosen.unit.key} "
+          f"({chosen.seconds:.1f} s when it was committed)", flush=True)
+    found = check_unit(args.claim, chosen, progress=sys.stderr.isatty())
+    print(checked_in_words(found), flush=True)
+    if not found.agrees:
+        sys.exit(1)
+
 # %% ../../nbs/lab/09_cli.ipynb #e85df44a
 def cmd_doctor(args: argparse.Namespace) -> None:
     "Say what this machine is, check its numbers, and estimate every preset."
@@ -322,6 +337,7 @@ class Command(NamedTuple):
 
 COMMANDS = {"list": Command(cmd_list, "list the experiments and what is stored of each"),
             "run": Command(cmd_run, "run an experiment and judge its claims"),
+            "check": Command(cmd_check, "show a claim and run the smallest unit behind it again"),
             "report": Command(cmd_report, "print the scorecard and write the report"),
             "doctor": Command(cmd_doctor, "check this machine and say what each preset costs"),
             "merge": Command(cmd_merge, "check results that were sent, and add them"),
@@ -400,6 +416,7 @@ def _other_options(commands: Mapping[str, _Parser]) -> None:
                         help="print the scorecard as JSON and write no page")
     report.add_argument("--out", default="report/index.html", metavar="FILE",
                         help="where the page goes (default: report/index.html)")
+    commands["check"].add_argument("claim", metavar="CLAIM", help="the id of a claim")
     data.add_argument("name", nargs="?", metavar="NAME",
                       help="mnist, cifar10 or uci; without it, the names are listed")
     bench.add_argument("name", nargs="?", metavar="NAME", help="a suite; without it, all of them")
@@ -415,6 +432,7 @@ def _names(command: str) -> list[str]:
     "What the NAME of a command can be."
     if command == "run": return [*catalogue(), "all"]
     if command == "bench": return _suites()
+    if command == "check": return list(LEDGER)
     if command != "data": return []
     from fact_nb.data.cache import DATASETS
     return list(DATASETS)

@@ -209,13 +209,14 @@ class Estimate:
     def __str__(self) -> str:
         inside = "" if self.low is None else f" [{self.low:.3g}, {self.high:.3g}]"
         p = "" if self.p is None else f", p = {self.p:.1g}"
-        return f"{self.name} {self.value:.3g}{inside}{p}, {self.runs} {self.over}"
+        over = self.over.removesuffix("s") if self.runs == 1 else self.over
+        return f"{self.name} {self.value:.3g}{inside}{p}, {self.runs} {over}"
 
 # %% ../../nbs/lab/00_experiment.ipynb #27e50303
 @dataclass(frozen=True)
 class Judgement:
     "What a result says about one claim."
-    verdict: str # holds, holds with a change, differs
+    verdict: str # holds, holds with a change, differs; not run: not at the size that decides
     ours: str # our value, in words or figures
     note: str = "" # the change, or where it differs
     units: tuple[StoredUnit, ...] | None = None # what it rests on; None: every unit of the run
@@ -223,7 +224,7 @@ class Judgement:
     vacuous: str = "" # why the check cannot fail here, where it cannot
 
     def __post_init__(self) -> None:
-        known = self.verdict in (HOLDS, CHANGED, DIFFERS)
+        known = self.verdict in (HOLDS, CHANGED, DIFFERS, NOT_RUN)
         if not known: raise ValueError(f"not a verdict: {self.verdict!r}")
 
 # %% ../../nbs/lab/00_experiment.ipynb #3c1bbc9a
