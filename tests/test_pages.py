@@ -56,7 +56,7 @@ def pictures(nb) -> list[str]:
     shown = [o.get("data", {}) for c in nb.cells if c.cell_type == "code" and not is_hidden(c)
              for o in c.outputs]
     kinds = (*PICTURES, "text/html", "text/markdown")
-    return ["".join(data[k])[:400] for data in shown for k in kinds if k in data]
+    return ["".join(data[k]).strip()[:400] for data in shown for k in kinds if k in data]
 
 
 def lost(nb, page) -> list[str]:
@@ -66,7 +66,8 @@ def lost(nb, page) -> list[str]:
     title, *rest = prose
     heads = [t for t in title.splitlines() if t.strip() and not t.startswith(("# ", "> "))]
     missing = heads + [t for t in rest if plain(t) not in there]
-    have = pictures(page)
+    have = "\n".join("".join(v) for c in page.cells if c.cell_type == "code" for o in c.outputs
+                     for v in o.get("data", {}).values())
     return [t[:70] for t in missing + [p for p in pictures(nb) if p not in have]]
 
 

@@ -6,9 +6,9 @@
 __all__ = ['INDEX', 'SHOWN', 'Home', 'offered_by', 'places', 'lines_of', 'source_url', 'source_of_function', 'Vocabulary',
            'address', 'vocabulary', 'link_names', 'call_of', 'parameter_table', 'Member', 'members', 'member_table',
            'entry', 'Entry', 'definitions', 'fenced', 'summary_of', 'is_test', 'Page', 'is_section', 'add_entries',
-           'abbreviations', 'explain_once', 'link_prose', 'fold_tests']
+           'abbreviations', 'explain_once', 'link_prose', 'plain_html', 'fold_tests']
 
-# %% ../../nbs/lab/14_documentation.ipynb #3129cad3
+# %% ../../nbs/lab/14_documentation.ipynb #13fbc080
 import ast
 import inspect
 import json
@@ -30,7 +30,7 @@ import fact_nb
 from .. import _modidx
 from ..explain import comments_of, default_in_words, type_in_words
 
-# %% ../../nbs/lab/14_documentation.ipynb #1d0031f8
+# %% ../../nbs/lab/14_documentation.ipynb #a928c75b
 INDEX: dict[str, Any] = _modidx.d
 
 class Home(NamedTuple):
@@ -39,7 +39,7 @@ class Home(NamedTuple):
     anchor: str # on that page
     file: str # of the package
 
-# %% ../../nbs/lab/14_documentation.ipynb #4f74f252
+# %% ../../nbs/lab/14_documentation.ipynb #935b6042
 @cache
 def offered_by(file: str) -> frozenset[str]:
     "What a file of the package lists in `__all__`; it is read, not imported."
@@ -49,7 +49,7 @@ def offered_by(file: str) -> frozenset[str]:
             return frozenset(ast.literal_eval(node.value))
     return frozenset()
 
-# %% ../../nbs/lab/14_documentation.ipynb #a1251049
+# %% ../../nbs/lab/14_documentation.ipynb #6990e4fb
 @cache
 def places() -> dict[str, Home]: # full name → place
     "Every public function, class and method of the package."
@@ -62,7 +62,7 @@ def places() -> dict[str, Home]: # full name → place
             found[name] = Home(page, anchor, file)
     return found
 
-# %% ../../nbs/lab/14_documentation.ipynb #71144b04
+# %% ../../nbs/lab/14_documentation.ipynb #cd7aee75
 @cache
 def lines_of(file: str) -> dict[str, int]: # name, or Class.method → line
     "Where the definitions of a file of the package begin."
@@ -76,7 +76,7 @@ def lines_of(file: str) -> dict[str, int]: # name, or Class.method → line
         found |= {f"{node.name}.{n.name}": n.lineno for n in methods}
     return found
 
-# %% ../../nbs/lab/14_documentation.ipynb #9ec9c808
+# %% ../../nbs/lab/14_documentation.ipynb #274c852e
 def source_url(full_name: str) -> str:
     "Address of the source of a public name; empty for a name that is not in the index."
     place = places().get(full_name)
@@ -85,7 +85,7 @@ def source_url(full_name: str) -> str:
     line = lines_of(place.file).get(full_name.removeprefix(module + "."), 1)
     return f'{settings["git_url"]}/blob/{settings["branch"]}/{place.file}#L{line}'
 
-# %% ../../nbs/lab/14_documentation.ipynb #6ec949e6
+# %% ../../nbs/lab/14_documentation.ipynb #640531e9
 def source_of_function(f: Any) -> str:
     "Address of the source of a function of the package, also of a private one; or nothing."
     file = getattr(f, "__module__", "").replace(".", "/") + ".py"
@@ -95,7 +95,7 @@ def source_of_function(f: Any) -> str:
     settings = INDEX["settings"]
     return f'{settings["git_url"]}/blob/{settings["branch"]}/{file}#L{line}' if line else ""
 
-# %% ../../nbs/lab/14_documentation.ipynb #4196d6bf
+# %% ../../nbs/lab/14_documentation.ipynb #f88dae27
 @dataclass(frozen=True)
 class Vocabulary:
     "What names mean in one notebook."
@@ -110,7 +110,7 @@ class Vocabulary:
             whole.append(self.known[head] + (f".{rest}" if rest else ""))
         return next((n for n in whole if n in places()), "")
 
-# %% ../../nbs/lab/14_documentation.ipynb #2911fd8b
+# %% ../../nbs/lab/14_documentation.ipynb #9719e1cc
 def address(v: Vocabulary, name: str) -> str:
     "Where a name's entry is, seen from the page of the notebook; empty if it means nothing there."
     place = places().get(v.full_name(name))
@@ -119,7 +119,7 @@ def address(v: Vocabulary, name: str) -> str:
     path = os.path.relpath(place.page, os.path.dirname(v.page) or ".")
     return f"{Path(path).as_posix()}#{place.anchor}"
 
-# %% ../../nbs/lab/14_documentation.ipynb #ba94630b
+# %% ../../nbs/lab/14_documentation.ipynb #bc5b59b7
 _ROOT_NAMES = {n: f"fact_nb.{n}" for n in fact_nb.__all__}
 
 def _imported(source: str) -> dict[str, str]:
@@ -135,7 +135,7 @@ def _imported(source: str) -> dict[str, str]:
         found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
     return found
 
-# %% ../../nbs/lab/14_documentation.ipynb #694ba62c
+# %% ../../nbs/lab/14_documentation.ipynb #f072d6eb
 def _at_home(full_name: str) -> str:
     "fact_nb.measure → fact_nb.networks.measure.measure: where a name of the root is written."
     if full_name not in _ROOT_NAMES.values(): return full_name
@@ -143,7 +143,7 @@ def _at_home(full_name: str) -> str:
     if inspect.ismodule(obj): return obj.__name__
     return f"{obj.__module__}.{obj.__qualname__}"
 
-# %% ../../nbs/lab/14_documentation.ipynb #df4c021a
+# %% ../../nbs/lab/14_documentation.ipynb #9791f546
 def vocabulary(page: str, # of the notebook, from the top of the site
                sources: list[str], # its code cells
                module: str = "", # the module that it writes
@@ -158,7 +158,7 @@ def vocabulary(page: str, # of the notebook, from the top of the site
         known |= {n: own + n for n in inside if "." not in n}
     return Vocabulary(page, {k: _at_home(v) for k, v in known.items()})
 
-# %% ../../nbs/lab/14_documentation.ipynb #379ae213
+# %% ../../nbs/lab/14_documentation.ipynb #bc1ab051
 _NAME = re.compile(r"(?<!\[)`([A-Za-z_][\w.]*)(\(\))?`(?!\])")
 
 def link_names(text: str, v: Vocabulary) -> str:
@@ -169,7 +169,7 @@ def link_names(text: str, v: Vocabulary) -> str:
     blocks = re.split(r"(^```.*?^```[^\n]*$)", text, flags=re.M | re.S)
     return "".join(b if b.startswith("```") else _NAME.sub(linked, b) for b in blocks)
 
-# %% ../../nbs/lab/14_documentation.ipynb #96947c2e
+# %% ../../nbs/lab/14_documentation.ipynb #3acde4b0
 def _words(comment: str, v: Vocabulary) -> str:
     "A comment as HTML: backticks become code, known names links."
     parts = re.split(r"`([^`]+)`", comment)
@@ -180,7 +180,7 @@ def _words(comment: str, v: Vocabulary) -> str:
         shown.append(f'<a href="{where}">{text}</a>' if where else text)
     return "".join(shown)
 
-# %% ../../nbs/lab/14_documentation.ipynb #87f1ddb9
+# %% ../../nbs/lab/14_documentation.ipynb #f586afb3
 def _written(cls: type) -> set[str]:
     "Names that a class or an ancestor of it defines, `object` not counted."
     return {name for c in cls.__mro__[:-1] for name in vars(c)}
@@ -196,7 +196,7 @@ def _signature(obj: Callable) -> inspect.Signature | None:
     except (TypeError, ValueError):
         return None
 
-# %% ../../nbs/lab/14_documentation.ipynb #a02962bd
+# %% ../../nbs/lab/14_documentation.ipynb #b12ece98
 _STARS: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*",
                              inspect.Parameter.VAR_KEYWORD: "**"}
 
@@ -207,7 +207,7 @@ def _parameters(obj: Callable) -> list[inspect.Parameter]:
     is_method = "." in getattr(obj, "__qualname__", "").rpartition("<locals>.")[2]
     return given[1:] if is_method and given and given[0].name in ("self", "cls") else given
 
-# %% ../../nbs/lab/14_documentation.ipynb #6343e855
+# %% ../../nbs/lab/14_documentation.ipynb #1bb30a1b
 def _short_default(p: inspect.Parameter) -> str:
     "A default as it stands in a call or a table."
     text = default_in_words(p).removeprefix("default ")
@@ -215,7 +215,17 @@ def _short_default(p: inspect.Parameter) -> str:
     text = re.sub(r"<(\w+)\.(\w+): [^>]*>", r"\1.\2", text) # a member of an enumeration
     return "…" if text == "optional" or "<" in text else text
 
-# %% ../../nbs/lab/14_documentation.ipynb #4b0e28c1
+# %% ../../nbs/lab/14_documentation.ipynb #dc7b302f
+def _packed(parts: list[str], width: int = 76) -> list[str]:
+    "Parameters on indented lines, as many on each as fit."
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "    ") + part + ","
+    return lines
+
+# %% ../../nbs/lab/14_documentation.ipynb #4a8717a1
 def call_of(obj: Callable, # a function or a class
             name: str, # as one writes it
            ) -> str:
@@ -229,19 +239,18 @@ def call_of(obj: Callable, # a function or a class
         parts.append(_STARS.get(p.kind, "") + p.name + default)
     one_line = f"{name}({', '.join(parts)})"
     if len(one_line) <= 80: return one_line
-    return f"{name}(\n    " + ",\n    ".join(parts) + ",\n)"
+    return f"{name}(\n" + "\n".join(_packed(parts)) + "\n)"
 
-# %% ../../nbs/lab/14_documentation.ipynb #c7c867b6
-_TABLE = '<table class="parameters" data-quarto-disable-processing="true">'
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+# %% ../../nbs/lab/14_documentation.ipynb #c34bf74b
+def _table(kind: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     "Rows of HTML under a head; a column that is empty everywhere is left out."
     used = [i for i, _ in enumerate(head) if i == 0 or any(r[i] for r in rows)]
     top = "".join(f'<th scope="col">{head[i]}</th>' for i in used)
     body = "".join("<tr>" + "".join(f"<td>{r[i]}</td>" for i in used) + "</tr>" for r in rows)
-    return f"{_TABLE}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    table = f'<table class="{kind}" data-quarto-disable-processing="true">'
+    return f"{table}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
-# %% ../../nbs/lab/14_documentation.ipynb #275fbd97
+# %% ../../nbs/lab/14_documentation.ipynb #02351e51
 def _code(text: str) -> str:
     return f"<code>{escape(text)}</code>" if text else ""
 
@@ -256,9 +265,9 @@ def parameter_table(obj: Callable, # a function or a class
     gives = type_in_words(sig.return_annotation) if sig and not isinstance(obj, type) else ""
     if gives not in ("", "None"):
         rows.append(("<em>returns</em>", _code(gives), "", _words(comments.get("return", ""), v)))
-    return _table(("Name", "Type", "Default", "Meaning"), rows) if rows else ""
+    return _table("parameters", ("Name", "Type", "Default", "Meaning"), rows) if rows else ""
 
-# %% ../../nbs/lab/14_documentation.ipynb #5e45e3a3
+# %% ../../nbs/lab/14_documentation.ipynb #b5f62069
 class Member(NamedTuple):
     "A public method or property of a class."
     name: str
@@ -266,7 +275,7 @@ class Member(NamedTuple):
     obj: Any # the function behind it
     is_property: bool
 
-# %% ../../nbs/lab/14_documentation.ipynb #00613564
+# %% ../../nbs/lab/14_documentation.ipynb #af86c5aa
 def members(cls: type) -> Iterator[Member]:
     "Public methods and properties that this package wrote, those of the class itself first."
     seen: set[str] = set()
@@ -280,7 +289,7 @@ def members(cls: type) -> Iterator[Member]:
             seen.add(name)
             yield Member(name, owner, obj, not callable(getattr(owner, name)))
 
-# %% ../../nbs/lab/14_documentation.ipynb #305447c6
+# %% ../../nbs/lab/14_documentation.ipynb #0b910bc8
 def _member_row(cls: type, m: Member, v: Vocabulary) -> tuple[str, str]:
     "Call and meaning of a method, its parameters in one line below."
     name = "" if m.name == "__call__" else m.name
@@ -293,15 +302,15 @@ def _member_row(cls: type, m: Member, v: Vocabulary) -> tuple[str, str]:
     anchor = f"{cls.__name__}.{m.name}".lower()
     return f'<code id="{anchor}">{escape(call)}</code>', meaning
 
-# %% ../../nbs/lab/14_documentation.ipynb #69cdf047
+# %% ../../nbs/lab/14_documentation.ipynb #bfd05cec
 def member_table(cls: type, v: Vocabulary) -> str:
     "The methods of a class; empty where it has none."
     rows = [_member_row(cls, m, v) for m in members(cls)]
     if isinstance(cls, type) and issubclass(cls, Enum):
         rows = [(_code(e.name), _code(repr(e.value))) for e in cls] + rows
-    return _table(("Method", "What it does"), rows) if rows else ""
+    return _table("parameters methods", ("Method", "What it does"), rows) if rows else ""
 
-# %% ../../nbs/lab/14_documentation.ipynb #ff0f283e
+# %% ../../nbs/lab/14_documentation.ipynb #de4969dd
 def entry(obj: Any, # a function or a class
           full_name: str, # in the package
           v: Vocabulary, # of the page
@@ -318,14 +327,14 @@ def entry(obj: Any, # a function or a class
     tables = [parameter_table(obj, v)] + ([member_table(obj, v)] if isinstance(obj, type) else [])
     return "\n\n".join(part for part in (title, source, call, doc, *tables) if part)
 
-# %% ../../nbs/lab/14_documentation.ipynb #ca9f0e41
+# %% ../../nbs/lab/14_documentation.ipynb #6a63a877
 class Entry(ShowDocRenderer):
     "What `show_doc` shows of a name."
     def _repr_markdown_(self) -> str:
         own = f"{self.sym.__module__}.{self.nm}"
         return entry(self.sym, own, Vocabulary("", _ROOT_NAMES), "#" * self.title_level)
 
-# %% ../../nbs/lab/14_documentation.ipynb #088ffb97
+# %% ../../nbs/lab/14_documentation.ipynb #e2c0e518
 SHOWN = ("export", "exports", "exporti")
 
 def _python(source: str) -> str:
@@ -337,13 +346,13 @@ def _is_only_imports(source: str) -> bool:
     body = ast.parse(source).body
     return all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in body)
 
-# %% ../../nbs/lab/14_documentation.ipynb #fe8edb42
+# %% ../../nbs/lab/14_documentation.ipynb #7bd0461a
 def definitions(source: str) -> list[str]:
     "Names of the functions and classes that a cell defines, private ones included."
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [n.name for n in ast.parse(source).body if isinstance(n, defined)]
 
-# %% ../../nbs/lab/14_documentation.ipynb #93ae4abe
+# %% ../../nbs/lab/14_documentation.ipynb #c505b362
 def fenced(source: str, # code
            summary: str, # what one reads before it is opened
            before: str = "", # Markdown inside the fold
@@ -354,7 +363,7 @@ def fenced(source: str, # code
     inside = f"{before}\n\n" if before else ""
     return f"{top}\n\n{inside}```python\n{code}\n```\n\n</details>"
 
-# %% ../../nbs/lab/14_documentation.ipynb #5dc2cb0e
+# %% ../../nbs/lab/14_documentation.ipynb #815f6d2d
 def _constants(source: str) -> list[str]:
     "Names that a cell assigns at its top level."
     assigned = [n for n in ast.parse(source).body if isinstance(n, (ast.Assign, ast.AnnAssign))]
@@ -370,7 +379,7 @@ def summary_of(source: str) -> str: # HTML
     shown = ", ".join(_code(n) for n in names[:4]) + (", …" if len(names) > 4 else "")
     return f"{shown}: {_words(said, Vocabulary(''))}" if said else shown or "Source"
 
-# %% ../../nbs/lab/14_documentation.ipynb #144d07f8
+# %% ../../nbs/lab/14_documentation.ipynb #023620c5
 def is_test(source: str, # a cell that is not exported
             has_output: bool, # does the page show something below it?
            ) -> bool:
@@ -378,7 +387,7 @@ def is_test(source: str, # a cell that is not exported
     if has_output: return False
     return bool(re.search(r"^\s*(?:assert\b|test_\w+\(|with expect_fail)", source, re.M))
 
-# %% ../../nbs/lab/14_documentation.ipynb #f6bab2cb
+# %% ../../nbs/lab/14_documentation.ipynb #e08bf464
 class Page:
     "What the steps know about a notebook."
     def __init__(self, nb: Any): # as nbdev reads it
@@ -401,12 +410,12 @@ class Page:
         name = re.sub(r"^\d+[a-z]?_", "", path.stem) + ".html"
         return f"{folder}/{name}" if folder else name
 
-# %% ../../nbs/lab/14_documentation.ipynb #3a29d7dc
+# %% ../../nbs/lab/14_documentation.ipynb #2d520142
 def is_section(cell: Any) -> bool:
     "Does a new section begin here?"
     return cell.cell_type == "markdown" and bool(re.match(r"##\s", cell.source or ""))
 
-# %% ../../nbs/lab/14_documentation.ipynb #f65f3228
+# %% ../../nbs/lab/14_documentation.ipynb #47255046
 class add_entries(Page):
     "Each exported cell becomes the entries of its public names and its folded source."
     def begin(self) -> None:
@@ -417,8 +426,19 @@ class add_entries(Page):
             kind = set(told or {})
             if kind & {"hide", "default_exp"}: continue
             cells += self._shown(cell) if kind & set(SHOWN) else [cell]
+        for cell in cells:
+            self._make_room(cell)
         at = next((i for i, c in enumerate(cells) if is_section(c)), len(cells))
         self.nb.cells = cells[:at] + self.first + cells[at:]
+
+    def _make_room(self, cell: Any) -> None:
+        "A section whose anchor would be that of an entry gets another: Workers beside `workers`."
+        if not is_section(cell): return
+        head, _, rest = cell.source.partition("\n")
+        anchor = re.sub(r"[^a-z]+", "-", head.lower()).strip("-")
+        taken = {h.anchor for h in places().values() if h.page == self.vocabulary.page}
+        if "{#" not in head and anchor in taken:
+            cell.source = f"{head} {{#about-{anchor}}}\n{rest}"
 
     def _shown(self, cell: Any) -> list[Any]:
         "What the page shows of an exported cell."
@@ -443,13 +463,13 @@ class add_entries(Page):
         if not in_a_fold or place is None: return text
         return f'<span id="{place.anchor}"></span>\n\n{text}'
 
-# %% ../../nbs/lab/14_documentation.ipynb #5f1a7c74
+# %% ../../nbs/lab/14_documentation.ipynb #12c0d9f6
 def _prose(source: str) -> Any:
     "A cell of Markdown, as nbdev has them."
     from execnb.nbio import mk_cell
     return mk_cell(source, "markdown")
 
-# %% ../../nbs/lab/14_documentation.ipynb #79dffd16
+# %% ../../nbs/lab/14_documentation.ipynb #cb684f7b
 @cache
 def abbreviations(glossary: Path) -> dict[str, str]: # abbreviation → what it stands for
     "The first table of the glossary."
@@ -459,7 +479,7 @@ def abbreviations(glossary: Path) -> dict[str, str]: # abbreviation → what it 
     rows = re.findall(r"^\| *(\w+) *\| *([^|]+?) *\|", table, re.M)
     return {short: long for short, long in rows}
 
-# %% ../../nbs/lab/14_documentation.ipynb #f53e2d09
+# %% ../../nbs/lab/14_documentation.ipynb #e556dbbe
 _NOT_PROSE = re.compile(r"(```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]+\$|!?\[[^\]]*\]\([^)]*\)|<[^>]+>"
                         r"|^#.*$|\{[^}]*\}|^\|.*$)", re.S | re.M)
 
@@ -477,7 +497,7 @@ def explain_once(text: str, # prose
                 del meanings[short]
     return "".join(p or "" for p in parts)
 
-# %% ../../nbs/lab/14_documentation.ipynb #7657be5f
+# %% ../../nbs/lab/14_documentation.ipynb #8c5260ae
 class link_prose(Page):
     "Names in backticks become links; abbreviations say what they stand for."
     def begin(self) -> None:
@@ -494,7 +514,18 @@ class link_prose(Page):
             return
         cell.source = explain_once(link_names(cell.source, self.vocabulary), self.meanings)
 
-# %% ../../nbs/lab/14_documentation.ipynb #356d6580
+# %% ../../nbs/lab/14_documentation.ipynb #64dcbeec
+def plain_html(cell: Any) -> None:
+    "Outputs of HTML become Markdown with the same HTML inside."
+    if cell.cell_type != "code": return
+    for output in cell.get("outputs") or []:
+        data = output.get("data") or {}
+        html = data.pop("text/html", None)
+        if html is None: continue
+        text = html if isinstance(html, str) else "".join(html)
+        data["text/markdown"] = f"```{{=html}}\n{text.strip()}\n```"
+
+# %% ../../nbs/lab/14_documentation.ipynb #3ffdaf06
 def fold_tests(cell: Any) -> None:
     "Fold a cell that only tests."
     if cell.cell_type != "code" or not cell.source or re.match(r"#\| (echo|include)", cell.source):

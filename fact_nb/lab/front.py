@@ -6,7 +6,7 @@
 __all__ = ['PAPER', 'ORDER', 'CANDIDATES', 'committed_scorecard', 'tally', 'VerdictBar', 'over_training', 'training_svg',
            'moving_points', 'TrainingFigure', 'ScorecardPage', 'thumbnail', 'Gallery']
 
-# %% ../../nbs/lab/15_front.ipynb #7a36100f
+# %% ../../nbs/lab/15_front.ipynb #250af581
 import base64
 import io
 import json
@@ -28,7 +28,7 @@ from .pages import chip, experiment_pages, mark_chips, verdict_class
 from .scorecard import of_paper, scorecard
 from .store import Result, committed
 
-# %% ../../nbs/lab/15_front.ipynb #d246ed2b
+# %% ../../nbs/lab/15_front.ipynb #4fd385bb
 PAPER = "https://arxiv.org/abs/2507.05644"
 
 @cache
@@ -36,7 +36,7 @@ def committed_scorecard() -> tuple[dict[str, Any], ...]:
     "The scorecard of the committed results, judged once."
     return tuple(scorecard())
 
-# %% ../../nbs/lab/15_front.ipynb #b912e10f
+# %% ../../nbs/lab/15_front.ipynb #500c62be
 ORDER = (HOLDS, CHANGED, DIFFERS) # and then whatever has no verdict
 
 def tally(rows: Iterable[Mapping[str, Any]], # of the scorecard
@@ -46,7 +46,7 @@ def tally(rows: Iterable[Mapping[str, Any]], # of the scorecard
     rest = sorted(set(seen) - set(ORDER))
     return {v: seen[v] for v in (*ORDER, *rest) if seen[v]}
 
-# %% ../../nbs/lab/15_front.ipynb #2da37dcb
+# %% ../../nbs/lab/15_front.ipynb #96bc0a6f
 class VerdictBar:
     "How many claims of the paper hold, in colour."
     def __init__(self, rows: Sequence[Mapping[str, Any]] | None = None, # by default the committed
@@ -65,7 +65,7 @@ class VerdictBar:
     def __repr__(self) -> str:
         return ", ".join(f"{n} {v}" for v, n in self.counts.items())
 
-# %% ../../nbs/lab/15_front.ipynb #78e72207
+# %% ../../nbs/lab/15_front.ipynb #f62032c3
 CANDIDATES = {"FACT": COLOURS["FACT"], "AGOP": COLOURS["AGOP"], "AGOP^½": COLOURS["sqrt"],
               "eNFA": COLOURS["eNFA"]}
 
@@ -75,9 +75,9 @@ def over_training(r: Result, # of the experiment `epochs`
     d = r.df[(r.df.schedule == "cosine") & r.df.quantity.isin(list(CANDIDATES))]
     return d.pivot_table(index=["quantity", "epoch"], columns="layer", values="pearson")
 
-# %% ../../nbs/lab/15_front.ipynb #df49bcae
+# %% ../../nbs/lab/15_front.ipynb #e3917a14
 _LEFT, _RIGHT = (60, 300), (390, 690) # the two panels, in points
-_TOP, _BOTTOM = 20, 230
+_TOP, _BOTTOM = 28, 230
 
 def _height(value: float) -> float:
     "A correlation as a height in the picture; below -.1 nothing is drawn."
@@ -87,7 +87,7 @@ def _spread(panel: tuple[int, int], share: float) -> float:
     "A place in a panel, from its left (0) to its right (1)."
     return round(panel[0] + share * (panel[1] - panel[0]), 1)
 
-# %% ../../nbs/lab/15_front.ipynb #46ee84c7
+# %% ../../nbs/lab/15_front.ipynb #d16240db
 def _line(points: list[tuple[float, float]], colour: str, extra: str = "") -> str:
     "A line through points."
     text = " ".join(f"{x},{y}" for x, y in points)
@@ -101,12 +101,15 @@ def _axes(layers: list[int], last: int) -> str:
                   f'y2="{_height(v)}" stroke="currentColor" opacity=".18"/>' for v in (0, .5, 1)]
         parts += [f'<text x="{panel[0] - 18}" y="{_height(v) + 4}" text-anchor="end">{v:g}</text>'
                   for v in (0, .5, 1)]
+    titles = [(_LEFT, "correlation with WᵀW, by layer"), (_RIGHT, "on layer 1, over training")]
+    parts += [f'<text x="{(a + b) / 2}" y="12" text-anchor="middle">{t}</text>'
+              for (a, b), t in titles]
     ticks = [(_spread(_LEFT, i / (len(layers) - 1)), f"layer {k}") for i, k in enumerate(layers)]
     ticks += [(_RIGHT[0], "epoch 0"), (_RIGHT[1], f"{last}")]
     parts += [f'<text x="{x}" y="{_BOTTOM + 20}" text-anchor="middle">{t}</text>' for x, t in ticks]
     return "".join(parts)
 
-# %% ../../nbs/lab/15_front.ipynb #9d3affe6
+# %% ../../nbs/lab/15_front.ipynb #b32089c1
 def _legend() -> str:
     "The candidates by colour."
     parts = []
@@ -131,10 +134,10 @@ def training_svg(table: pd.DataFrame) -> str: # of `over_training`
                  'stroke="currentColor" stroke-dasharray="3 3"/>')
     alt = ("Correlation with W transposed W. At the end of training FACT is near one on every "
            "layer; over training it stays low until late, while the root of AGOP is high early.")
-    return (f'<svg viewBox="0 0 720 290" role="img" aria-label="{alt}" font-size="13" '
+    return (f'<svg viewBox="0 0 720 285" role="img" aria-label="{alt}" font-size="13" '
             f'font-family="sans-serif" fill="currentColor">{"".join(parts)}</svg>')
 
-# %% ../../nbs/lab/15_front.ipynb #df1942ef
+# %% ../../nbs/lab/15_front.ipynb #16cbd45a
 _SCRIPT = """
 (function () {
   document.querySelectorAll(".training:not([data-ready])").forEach(function (box) {
@@ -156,7 +159,7 @@ _SCRIPT = """
 })();
 """
 
-# %% ../../nbs/lab/15_front.ipynb #cb6a6c3e
+# %% ../../nbs/lab/15_front.ipynb #4eb747a9
 def moving_points(table: pd.DataFrame, # of `over_training`
                  ) -> dict[str, Any]: # what the script reads
     "The lines of the left panel at every look, and where the dashed line stands then."
@@ -167,7 +170,7 @@ def moving_points(table: pd.DataFrame, # of `over_training`
     points = {q: [place(table.loc[(q, e)]) for e in epochs] for q in CANDIDATES}
     return dict(epochs=epochs, points=points, now=[_spread(_RIGHT, e / epochs[-1]) for e in epochs])
 
-# %% ../../nbs/lab/15_front.ipynb #66d4fb94
+# %% ../../nbs/lab/15_front.ipynb #efc4cc37
 class TrainingFigure:
     "What each candidate predicts while a network converges, with a slider."
     def __init__(self, r: Result | None = None): # by default the committed one
@@ -186,7 +189,7 @@ class TrainingFigure:
     def __repr__(self) -> str:
         return f"correlations with WᵀW at the end:\n{self.table.groupby(level=0).last().round(2)}"
 
-# %% ../../nbs/lab/15_front.ipynb #af4cef8d
+# %% ../../nbs/lab/15_front.ipynb #e355708e
 def _criterion(row: Mapping[str, Any]) -> str:
     "The criterion in words, linked to its judge."
     found = [registry()[n].judges.get(row["id"]) for n in row["experiment"].split(", ") if n]
@@ -199,7 +202,7 @@ def _experiment_links(row: Mapping[str, Any]) -> str:
     names = [n for n in row["experiment"].split(", ") if n]
     return ", ".join(f'<a href="{experiment_pages()[n]}">{n}</a>' for n in names)
 
-# %% ../../nbs/lab/15_front.ipynb #83f6ab1a
+# %% ../../nbs/lab/15_front.ipynb #eb061c04
 def _cells(row: Mapping[str, Any]) -> list[tuple[str, str]]: # (label on a phone, HTML)
     "What the scorecard says about one claim."
     note = f'<br><small>{escape(row["note"])}</small>' if row["note"] else ""
@@ -210,7 +213,7 @@ def _cells(row: Mapping[str, Any]) -> list[tuple[str, str]]: # (label on a phone
             ("", statement), ("Where", where), ("Paper", escape(row["paper"]) or "–"),
             ("Here", (escape(row["ours"]) or "–") + note), ("Experiment", _experiment_links(row))]
 
-# %% ../../nbs/lab/15_front.ipynb #fcbefe51
+# %% ../../nbs/lab/15_front.ipynb #0bcb7f19
 def _row(row: Mapping[str, Any]) -> str:
     "One claim as a row that the filter understands."
     cells = "".join(f'<td data-label="{label}">{html}</td>' if label else f"<td>{html}</td>"
@@ -225,7 +228,7 @@ def _choice(name: str, values: Iterable[str]) -> str:
     menu = f'<select name="{name}"><option value="">all</option>{options}</select>'
     return f"<label>{name.title()}{menu}</label>"
 
-# %% ../../nbs/lab/15_front.ipynb #7c308efb
+# %% ../../nbs/lab/15_front.ipynb #9378bdd8
 _FILTER = """
 (function () {
   document.querySelectorAll(".scorecard-filter").forEach(function (form) {
@@ -247,7 +250,7 @@ _FILTER = """
 })();
 """
 
-# %% ../../nbs/lab/15_front.ipynb #2f079d1c
+# %% ../../nbs/lab/15_front.ipynb #28c6f1c4
 class ScorecardPage:
     "Every claim with its verdict: totals first, then a table to filter."
     def __init__(self, rows: Sequence[Mapping[str, Any]] | None = None): # by default the committed
@@ -272,7 +275,7 @@ class ScorecardPage:
     def __repr__(self) -> str:
         return "\n".join(f'{r["id"]:28} {r["verdict"]}' for r in self.rows)
 
-# %% ../../nbs/lab/15_front.ipynb #d3d4d2fd
+# %% ../../nbs/lab/15_front.ipynb #a6c211b5
 def thumbnail(fig: Figure, # of an experiment
               r: Result, # what it is drawn from
              ) -> str: # the picture, as an address that holds it
@@ -285,7 +288,7 @@ def thumbnail(fig: Figure, # of an experiment
     few.save(small, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(small.getvalue()).decode()
 
-# %% ../../nbs/lab/15_front.ipynb #82c1e186
+# %% ../../nbs/lab/15_front.ipynb #202d3559
 def _shelf(name: str, # of an experiment
            r: Result, # its result
           ) -> str:
@@ -299,7 +302,7 @@ def _shelf(name: str, # of an experiment
     return (f'<h2 id="{name}"><a href="{page}">{title}</a></h2>'
             f'<div class="thumbnails">{"".join(pictures)}</div>')
 
-# %% ../../nbs/lab/15_front.ipynb #1fc444ea
+# %% ../../nbs/lab/15_front.ipynb #589e7856
 class Gallery:
     "Every figure of the experiments that have a committed result."
     def __init__(self, names: Iterable[str] | None = None): # experiments; by default all
