@@ -42,7 +42,7 @@ def site(tmp_path_factory) -> tuple[dict, dict]:
 
 def plain(text: str) -> str:
     "Without the links to names and the explained abbreviations that processing adds."
-    text = re.sub(r"</?abbr[^>]*>", "", text)
+    text = re.sub(r"</?abbr[^>]*>| \{#about-[\w-]+\}", "", text)
     text = re.sub(r"\[(`[^`]+`)\]\([^)]*\)", r"\1", text)
     return re.sub(r"\s+", " ", text).strip()
 
