@@ -29,6 +29,7 @@ from .direct import cho_solve, cholesky_, refine_, restore_
 from .gradients import agop_core, fact_core
 from .iterative import KernelProduct, Nystrom, default_rank, refine_rounds
 from .kernels import Laplace, evaluate_pairs, evaluate_both, pairs, shrink_norms
+from .kernels import strip_rows
 from .updates import Fact, Nfa
 from ..runtime import exact_products
 
@@ -84,12 +85,8 @@ def factor_(K: Tensor, # n × n; one triangle becomes the factor, the other stay
             lower: bool, # which
            ) -> None:
     "The Cholesky factor in place; an error when K is not positive definite."
-    if K.device.type != "cpu":
-        L = torch.linalg.cholesky(K if lower else K.mT)
-        K.copy_(L + K.triu(1) if lower else L.mT + K.tril(-1))
-        return
     potrf = lapack.dpotrf if K.dtype == torch.float64 else lapack.spotrf
-    if len(K) >= BLOCKED:
+    if len(K) >= BLOCKED or K.device.type != "cpu": # in place, without a second matrix
         info = cholesky_(K, K.diagonal().clone())
     else: # LAPACK counts columns first: its triangles are ours, transposed
         _, info = potrf(K.numpy().T, lower=not lower, overwrite_a=1, clean=0)
@@ -103,8 +100,7 @@ def back(K: Tensor, # n × n, from `factor_`
          lower: bool, # the triangle of the factor
         ) -> Tensor: # n × c
     "K⁻¹ Y from the factor in one triangle."
-    if K.device.type != "cpu": return torch.cholesky_solve(Y, K, upper=not lower)
-    if len(K) >= BLOCKED: return cho_solve(K, Y)
+    if len(K) >= BLOCKED or K.device.type != "cpu": return cho_solve(K, Y)
     potrs = lapack.dpotrs if K.dtype == torch.float64 else lapack.spotrs
     return torch.from_numpy(potrs(K.numpy().T, Y.numpy(), lower=not lower)[0])
 
@@ -259,7 +255,7 @@ def predict(rules: Rules,
            ) -> Tensor: # m × c
     "Σ_j K_M(z, x_j) α_j."
     P = pairs(Z, X, M, True, trusted=True)
-    rows = 128 if Z.device.type == "cpu" else 4096
+    rows = strip_rows(len(X), Z.device)
     parts = (evaluate_pairs(rules.kernel, replace(P, left=L)) for L in P.left.split(rows))
     return torch.cat([K @ alpha for K in parts])
 
