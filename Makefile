@@ -8,14 +8,17 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?=
 # Options for JupyterLab, as in: make lab ARGS="--no-browser --port 9000"
 ARGS ?=
+# Where `make gpu` keeps its results: a folder of its own, so that no unit of another device is reused.
+GPU_RESULTS ?= results-gpu
 NEEDS := needed: Python >= 3.11 with venv, make, 3 GB of disk (on Debian: apt-get install make python3-venv)
 export TORCH TORCH_INDEX
 
-.PHONY: help reproduce test lab docs bench outputs readme export clean setup extra needs hooks release check-clean check-export check-style
+.PHONY: help gpu reproduce test lab docs bench outputs readme export clean setup extra needs hooks release check-clean check-export check-style
 help:
 	@echo "make reproduce   run every experiment's quick preset, print the scorecard, write report/index.html"
 	@echo "make test        notebooks clean, export in sync, style and types, nbdev_test, pytest"
 	@echo "make lab         open the notebooks in JupyterLab; ARGS=\"--no-browser\" passes options on"
+	@echo "make gpu         check this machine's GPU, run every paper preset on it, pack the results to be sent"
 	@echo "make docs        build the site (wants Quarto)"
 	@echo "make bench       measure speed against peers and the machine's limit"
 	@echo "make export      write fact_nb/ from the notebooks and clean them"
@@ -37,6 +40,15 @@ setup:
 # What the tests and the pages need beyond the core: trainers, their log files, models to try.
 extra: setup
 	@"$(BIN)/python" tools/environment.py current integrations || "$(BIN)/python" tools/environment.py add integrations
+
+# All of the paper on this machine's GPU; can be stopped and started again. DEVICE=cpu tries the steps without one.
+DEVICE ?= cuda
+PRESET ?= paper
+gpu: setup
+	@"$(BIN)/fact" doctor --device $(DEVICE)
+	@OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -q tests/device --device $(DEVICE)
+	@"$(BIN)/fact" run all --preset $(PRESET) --device $(DEVICE) --results "$(GPU_RESULTS)" --yes --keep-going || echo "some experiments failed: 'make gpu' again continues; what is finished goes into the archive"
+	@"$(BIN)/fact" report --results "$(GPU_RESULTS)" --out report/gpu.html --archive fact-gpu.tar.gz
 
 reproduce: setup
 	@"$(BIN)/fact" run all

@@ -235,6 +235,9 @@ def cmd_report(args: argparse.Namespace) -> None:
     from fact_nb.lab.report import write_report
     page = write_report(args.out, args.results, experiments=experiments, runs=runs, rows=rows)
     print(f"\nreport: {page}")
+    if args.archive:
+        from fact_nb.lab.merge import write_archive
+        print(f"archive: {write_archive(args.archive, args.results, rows)}")
 
 # %% ../../nbs/lab/09_cli.ipynb #213a9203
 def cmd_check(args: argparse.Namespace) -> None:
@@ -412,6 +415,8 @@ def _other_options(commands: Mapping[str, _Parser]) -> None:
     _device_option(commands["doctor"])
     commands["merge"].add_argument("archive", metavar="ARCHIVE",
                                    help="a file that `fact report --archive` wrote")
+    report.add_argument("--archive", metavar="FILE",
+                        help="also pack the finished results into a .tar.gz, to be sent")
     report.add_argument("--json", action="store_true",
                         help="print the scorecard as JSON and write no page")
     report.add_argument("--out", default="report/index.html", metavar="FILE",
