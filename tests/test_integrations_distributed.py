@@ -6,6 +6,7 @@ process and a plain model.
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -118,17 +119,35 @@ try: measure(FullyShardedDataParallel(network(), device_id=torch.device("cpu")),
 except ValueError as e: say("fsdp1", e)
 """
 
+TRAINER = """
+import os
+os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+sys.path.insert(0, sys.argv[4])
+try: import transformers, accelerate
+except ImportError: say("trainer", "missing")
+else:
+    from test_integrations import LAYER, Text, by_hand, hf_trainer, pearson_of
+    from fact_nb.integrations.huggingface import FactCallback
+    trainer = hf_trainer(out + "-trainer", ddp_backend="gloo")
+    callback = FactCallback(trainer, every=3, samples=18)
+    trainer.add_callback(callback)
+    trainer.train()
+    fact, W = by_hand(trainer.model, [Text()[i] for i in range(18)], LAYER, .1)
+    gap = abs(callback.history.iloc[-1][f"fact/{LAYER}/FACT"] - pearson_of(fact, W.T @ W))
+    say("trainer", type(trainer.model_wrapped).__name__, callback.history.step.tolist(), gap < 1e-4)
+"""
+
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     "What each of two processes said, line by line."
     folder, port = tmp_path_factory.mktemp("processes"), free_port()
     script = folder / "worker.py"
-    script.write_text(START + FSDP + TENSOR + ALONE + FSDP1 + END)
+    script.write_text(START + FSDP + TENSOR + ALONE + FSDP1 + TRAINER + END)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    start = lambda r: subprocess.Popen([sys.executable, script, str(r), port, folder / str(r)], env=env, stderr=subprocess.PIPE)
+    start = lambda r: subprocess.Popen([sys.executable, script, str(r), port, folder / str(r), Path(__file__).parent], env=env, stderr=subprocess.PIPE)
     runs = [start(0), start(1)]
-    try: errors = [p.communicate(timeout=300)[1].decode() for p in runs]
+    try: errors = [p.communicate(timeout=600)[1].decode() for p in runs]
     finally:
         for p in runs: p.kill()
     assert [p.returncode for p in runs] == [0, 0], errors
@@ -163,3 +182,11 @@ def test_fsdp1_is_refused_with_a_line(said):
     for lines in said:
         (line,) = of_case(lines, "fsdp1")
         assert "shard with torch.distributed.fsdp.fully_shard instead" in line
+
+
+def test_the_trainer_in_two_processes(said):
+    "Each process measures its share of the probe; the number is that of all rows together, by torch alone."
+    for lines in said:
+        (line,) = of_case(lines, "trainer")
+        if line == "missing": pytest.skip("pip install 'fact_nb[integrations]'")
+        assert line == "DistributedDataParallel [0, 3, 6] True"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from .trackers import Probing
 from ..networks.batches import COUNTED, recognised
@@ -61,22 +61,23 @@ class FactCallback(TrainerCallback):
         return self.looks.history
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #ad89b627
-def _rows(dataset: Any, count: int) -> Any:
-    "The first rows of a dataset, also of one without a length."
-    if not hasattr(dataset, "__getitem__"): return list(islice(iter(dataset), count))
-    return Subset(dataset, range(min(count, len(dataset))))
+def _rows(dataset: Any, count: int, rank: int = 0, world: int = 1) -> Any:
+    "This process's share of the first rows of a dataset, also of one without a length."
+    if not hasattr(dataset, "__getitem__"):
+        return list(islice(iter(dataset), rank, count, world))
+    return Subset(dataset, range(rank, min(count, len(dataset)), world))
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #6ec2b446
 def _make_probe(c: FactCallback) -> list:
     "Batches of the first training rows."
-    trainer = c.trainer
+    trainer, args = c.trainer, c.trainer.args
     if trainer.train_dataset is None:
         raise ValueError("the trainer has no train_dataset to take a probe from: pass probe=[…]")
-    args = trainer.args
-    count = c.samples or 4 * args.per_device_train_batch_size * args.world_size
+    world, size = args.world_size, args.per_device_train_batch_size
+    rows = _rows(trainer.train_dataset, c.samples or 4 * size * world, args.process_index, world)
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
     with seeded(0):
-        loader = trainer.get_test_dataloader(_rows(trainer.train_dataset, count))
-        return list(loader)
+        return list(DataLoader(rows, batch_size=size, collate_fn=collate))
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #c1d5db1a
 def _begin(c: FactCallback) -> None:
