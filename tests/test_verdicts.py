@@ -57,23 +57,32 @@ def test_statistical_claims_carry_an_interval_or_a_p_value(rows):
         assert any(e["low"] is not None or e["p"] is not None for e in r["estimates"]), id
 
 
+class Watched(dict):
+    "Thresholds that remember which of them were asked for."
+    def __init__(self, *a): super().__init__(*a); self.asked = set()
+    def __getitem__(self, name): self.asked.add(name); return super().__getitem__(name)
+
+
 THRESHOLDS = [(id, name) for id, c in LEDGER.items() for name in c.thresholds]
 
 
 @pytest.mark.parametrize("id, name", THRESHOLDS, ids=lambda x: x)
 def test_every_threshold_of_the_ledger_decides(id, name, judged, monkeypatch):
-    "With the number moved far to one side or the other the verdict changes: the judge does read it."
+    "With the number moved far to one side or the other the verdict changes; where another number fails the claim already, it is at least read."
     if id not in judged: pytest.skip("judged by several experiments")
     exp, r = judged[id]
     fresh = lambda: replace(r)                # tables that were computed with other thresholds are left behind
     before = verdict_on(exp, id, fresh())
     if before["verdict"] == NOT_RUN: pytest.skip("not run")
+    said = lambda j: (j["verdict"], j["ours"])
     seen = set()
     for far in (-1e9, 1e9):
-        moved = replace(LEDGER[id], thresholds=dict(LEDGER[id].thresholds) | {name: far})
+        watched = Watched(dict(LEDGER[id].thresholds) | {name: far})
+        moved = replace(LEDGER[id], thresholds=watched)
         monkeypatch.setitem(claims.LEDGER, id, moved)
-        seen.add(verdict_on(exp, id, fresh())["verdict"])
-    assert seen != {before["verdict"]}, (before["verdict"], seen)
+        seen.add(said(verdict_on(exp, id, fresh())))
+    fails_anyway = before["verdict"] == DIFFERS and name in watched.asked
+    assert seen != {said(before)} or fails_anyway, (said(before), seen)
 
 
 @pytest.mark.parametrize("id, verdict", [
