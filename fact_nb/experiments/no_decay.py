@@ -844,7 +844,7 @@ def work(cfg: Config, unit: dict) -> Work:
     elif unit["part"] == "adamw":
         count = sum(cfg.steps) * (250. if unit["model"] == "mlp" else 700.)
     else:
-        count = steps[unit["part"]]
+        count = steps.get(unit["part"], 1e6)
     return Work(steps=count, cpu_only=ON_HOST, double=True)
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #71f7e853

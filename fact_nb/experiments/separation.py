@@ -868,7 +868,7 @@ def work(cfg: Config, unit: dict) -> Work:
     "What a unit asks of a machine."
     steps = dict(scan=1e6 * cfg.seeds, trend=1.5e6 * cfg.seeds, limit=1e5, lemma=6e6,
                  adam=40. * cfg.adam_steps)
-    return Work(steps=steps[unit["part"]], cpu_only=ON_HOST, double=True)
+    return Work(steps=steps.get(unit["part"], 1e6), cpu_only=ON_HOST, double=True)
 
 # %% ../../nbs/experiments/01_separation.ipynb #6d5acaf9
 experiment = Experiment(
