@@ -177,3 +177,35 @@ def test_leaves_are_kept_only_if_they_help():
     kept = fit_large(X, smooth, s)
     errors = lambda step: min(h["error"] for h in kept.history if h["step"] == step)
     assert isinstance(kept.predictor, LeafPredictor) == (errors("leaves") < errors("predictor"))
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    "Estimators go the large way from 1,000 rows on, with small subsets."
+    from fact_nb.machines import estimators, large
+    monkeypatch.setattr(large, "LARGE_FROM", 1000)
+    settings = lambda m: replace(SMALL, metric=m.metric, seed=m.seed)
+    monkeypatch.setattr(estimators, "large_settings", settings)
+
+
+def test_estimators_go_this_way_by_themselves(soon, capsys, tmp_path):
+    from fact_nb import RFMClassifier, RFMRegressor
+    X, y = (a.numpy() for a in table())
+    r = RFMRegressor(verbose=1, random_state=0).fit(X[:2500], y[:2500])
+    assert "200 centres" in capsys.readouterr().out
+    assert r.score(X[2500:], y[2500:]) > .8 and r.n_iter_ == r.rfm_.best_iter
+    r.save(tmp_path / "r.npz")
+    assert (RFMRegressor.load(tmp_path / "r.npz").predict(X) == r.predict(X)).all()
+    c = RFMClassifier(random_state=0).fit(X[:2500], y[:2500] > 0)
+    assert c.score(X[2500:], y[2500:] > 0) > .85 and 1 <= c.sharpness_ <= 60
+    few = RFMRegressor(iters=0, ridge=.1).fit(X[:900], y[:900])
+    named = RFMRegressor(iters=0, ridge=.1, solver="direct").fit(X[:1100], y[:1100])
+    weighted = RFMRegressor(iters=0, ridge=.1).fit(X[:1100], y[:1100], sample_weight=y[:1100]**2)
+    assert all(type(m.rfm_).__name__ == "RFM" for m in (few, named, weighted))
+
+
+def test_settings_of_a_machine_carry_over():
+    from fact_nb import RFM
+    from fact_nb.machines.large import large_settings
+    s = large_settings(RFM(Gaussian(2.), ridge=.7, memory=5e9, seed=3, metric="error", iters=0))
+    assert (s.kernel, s.ridges, s.memory, s.seed, s.metric, s.iters) == (Gaussian(2.), (.7,), 5e9, 3, "error", 0)
