@@ -34,6 +34,7 @@ from ..arguments import unframed
 from ..files import write_atomic
 from .inputs import Encoding, column_kind, encode, learn_encoding
 from .kernels import NAMES, Kernel, kernel_named, kernel_of, kernel_spec
+from .large import LargeFit, fit_large, large_settings, suits_large
 from .rfm import RFM, Predictor, Settings
 from .selection import ErrorMetric, Selection, distinct_rows, evidence, share_of
 from .solvers import in_gb, memory_limit, plan_fit
@@ -157,11 +158,22 @@ def _fit_machine(est: _Machine,
     if val is not None and not constant:
         rows += [tensor(encode(est.encoding_, val[0])), tensor(val[1] - est.mean_)]
     machine = _machine_of(est, metric or "mse", constant)
+    if suits_large(machine, rows[0], w is not None or len(rows) > 2):
+        return _fit_large_table(est, machine, rows[0], rows[1])
     if est.verbose:
         print(_announce(est, machine, rows[0], rows[1]))
     rows += [None] * (4 - len(rows)) + [None if w is None else tensor(w)]
     est.rfm_ = machine.fit(*rows)
     _describe(est)
+
+# %% ../../nbs/machines/00_estimators.ipynb #68643b13
+def _fit_large_table(est: _Machine, m: RFM, X: torch.Tensor, Y: torch.Tensor) -> None:
+    "The same for many rows."
+    est.rfm_ = fit_large(X, Y, large_settings(m))
+    if est.verbose:
+        print(f"{type(est).__name__}: {est.rfm_.note}")
+    _describe(est)
+    est.n_iter_ = est.rfm_.best_iter
 
 # %% ../../nbs/machines/00_estimators.ipynb #217c6e45
 def _to_tensor(est: _Machine, X: Any) -> Any: # array → tensor
@@ -684,6 +696,9 @@ class RFMClassifier(ClassifierMixin, _Saved):
         "The sharpness of the probabilities, from scores of rows that were left out."
         m, kept = self.rfm_, slice(None) if w is None else w > 0
         if Y.shape[1] < 2 or self.multilabel_: return 6.
+        if isinstance(m, LargeFit):
+            S, hot = (A.double().numpy() + self.mean_ for A in m.left_out)
+            return sharpness_of(S, hot, np.ones(len(S)))
         T = torch.as_tensor(Y[kept] - self.mean_).to(m.predictor.X)
         counts = None if w is None else torch.as_tensor(w[kept]).to(T)
         found = left_out_scores(m, T, counts)
