@@ -25,7 +25,7 @@ setup(
     packages=find_packages(include=["fact_nb", "fact_nb.*"]),
     package_data={"fact_nb": ["py.typed"], "fact_nb.lab": ["claims.toml", "history.toml"]},
     install_requires=cfg["requirements"].split(),
-    extras_require={k: cfg[f"{k}_requirements"].split() for k in ("dev", "dask", "peers", "integrations")},
+    extras_require={k: cfg[f"{k}_requirements"].split() for k in ("dev", "dask", "peers", "integrations", "archive")},
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"]},
     classifiers=["Programming Language :: Python :: 3 :: Only", "Intended Audience :: Science/Research", "Topic :: Scientific/Engineering :: Artificial Intelligence"],
     zip_safe=False,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from .crate import describe_crate
 from .experiment import Experiment, UsageError, registry, require, settings
 from .needs import in_time
 from .store import Store, put_together, read_record, unit_key
@@ -33,6 +34,7 @@ def write_archive(to: str | Path, # the file, .tar.gz
         _copy_finished(store, Store(inside/"results"))
         (inside/"ledger.json").write_text(json.dumps(list(ledger), ensure_ascii=False, indent=1))
         (inside/"environment.json").write_text(json.dumps(provenance(), indent=1))
+        describe_crate(inside)
         (inside/CHECKSUMS).write_text(_sums(inside))
         Path(to).parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(to, "w:gz") as tar:

@@ -180,6 +180,15 @@ def _drawing(name: str, # of experiment and figure
     data = base64.b64encode(svg).decode()
     return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(fig.alt, quote=True)}">'
 
+# %% ../../nbs/lab/05_report.ipynb #rp000002
+def _made_by(r: Result) -> str:
+    "The command, commit and hash behind a drawing, as HTML."
+    overrides = "".join(f" --set {s}" for s in r.label.split("+")[1:])
+    command = f"fact run {r.experiment} --preset {r.preset}{overrides}"
+    commit = str(r.provenance.get("commit") or "no commit recorded")[:10]
+    said = f"<code>{escape(command)}</code> · commit {escape(commit)} · result {r.digest[:12]}"
+    return f'<p class="soft"><small>{said}</small></p>'
+
 # %% ../../nbs/lab/05_report.ipynb #7249ccca
 def _figure(exp: Experiment, # whose
             name: str, # which figure
@@ -189,7 +198,8 @@ def _figure(exp: Experiment, # whose
     "One figure as every run has it, with its caption."
     fig, id = exp.figures[name], f"{exp.name}-{name}"
     tag = lambda r: f'<p class="tag"><span>{escape(r.title)}</span></p>'
-    drawn = "".join(f"<div>{tag(r)}{_drawing(id, fig, r.result, drawings)}</div>" for r in runs)
+    shown = lambda r: tag(r) + _drawing(id, fig, r.result, drawings) + _made_by(r.result)
+    drawn = "".join(f"<div>{shown(r)}</div>" for r in runs)
     caption = f"<figcaption>{escape(fig.caption)}</figcaption>"
     return (f'<figure id="{escape(id, quote=True)}"><div class="pair">{drawn}</div>'
             f"{caption}</figure>")
