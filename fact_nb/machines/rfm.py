@@ -30,7 +30,7 @@ from .selection import Criterion, ErrorMetric, EvidenceOf, Kept, LooOf, SeenFits
 from .selection import Selection, best_ridge, distinct_rows, error_of, held_out
 from .selection import strata_of
 from .selection import seen_from_plain, seen_to_plain, selection_rule
-from .solvers import SOLVERS, SolverPlan, memory_limit, noted, plan_fit
+from .solvers import SOLVERS, PlanReason, SolverPlan, memory_limit, noted, plan_fit
 from .solvers import solve_kernel
 from .threads import one_core_each
 from .updates import UPDATES, UpdateRule, check_choice, effective_rank, objective
@@ -322,14 +322,38 @@ def fit_alpha(s: Settings, # with the kernel's bandwidth set
               alpha0: Tensor | None = None, # where an iterative solver starts
               coef: bool = True, # C is wanted too
              ) -> Fit:
-    "α for one M."
+    "α for one M; where memory runs out, by the next plan."
     plan = p.plan = p.plan or _plan_of(s, p)
+    try:
+        return _fit_by(plan, s, p, M, alpha0, coef)
+    except torch.OutOfMemoryError as e:
+        p.plan = _next_plan(plan, s, p)
+        if p.plan is None: raise
+        said = f"out of memory by the plan ({plan}): going on "
+        how = "iteratively" if p.plan.method == "iterative" else "without stored coefficients"
+        warnings.warn(said + how, RuntimeWarning, stacklevel=2)
+        e.__traceback__ = None                          # its frames hold the matrices
+    p.K = p.C = p.holder = p.ready = None
+    return fit_alpha(s, p, M, alpha0, coef)
+
+# %% ../../nbs/machines/01_rfm.ipynb #4749397d
+def _fit_by(plan: SolverPlan, s: Settings, p: Problem, M: Tensor, alpha0: Tensor | None,
+            coef: bool) -> Fit:
+    "α for one M by one plan."
     W = root_of(M)
     if plan.method == "direct": return _direct(s, p, M, W, coef and plan.store)
     sol = solve_kernel(s.kernel, _mapped(p.X, W), p.Y, s.ridge, method="iterative",
                        memory=plan.limit, alpha0=alpha0, tol=s.tol)
     note = noted(plan, sol.note)
     return Fit(s, p, M, W, sol.alpha.to(p.Y), sol.method, note, sol.residual)
+
+# %% ../../nbs/machines/01_rfm.ipynb #dcc3d5d9
+def _next_plan(plan: SolverPlan, s: Settings, p: Problem) -> SolverPlan | None: # None: no other
+    "What to try when the memory of a plan is not there."
+    if plan.method != "direct": return None
+    if plan.store: return replace(plan, store=False)
+    if s.solver != "auto" or p.w is not None or s.selection.needs_matrix: return None
+    return replace(plan, method="iterative", reason=PlanReason.TOO_LARGE)
 
 # %% ../../nbs/machines/01_rfm.ipynb #e21b0694
 def _plan_of(s: Settings, p: Problem) -> SolverPlan:

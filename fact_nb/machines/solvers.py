@@ -22,7 +22,9 @@ from .kernels import Kernel, as_points
 # %% ../../nbs/machines/07_solvers.ipynb #ba91343d
 def available_memory(device: torch.device) -> int: # bytes
     "Nine tenths of what is free now on the device."
-    if device.type == "cuda": return int(.9 * torch.cuda.mem_get_info(device)[0])
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(.9 * (torch.cuda.mem_get_info(device)[0] + cached)) # the cache gives back
     return int(.9 * psutil.virtual_memory().available)
 
 # %% ../../nbs/machines/07_solvers.ipynb #c1fac64d

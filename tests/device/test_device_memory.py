@@ -104,3 +104,21 @@ def test_the_counts_are_those_that_the_presets_are_estimated_with():
     assert peak("parity") == pytest.approx(1.2 * 8 * 50_000**2, rel=.01)
     assert peak("tabular") == pytest.approx(1.2 * 8 * (3 * 67_557 // 4)**2, rel=.01)
     assert max(peak("parity"), peak("tabular")) < 48e9
+
+
+def test_out_of_memory_falls_back_to_the_next_plan(device):
+    "First without stored coefficients, then iteratively; the answers are the same."
+    import simulated
+    X, y = points(device, 600)
+    def fit(room, **options):
+        simulated.MEMORY.reset(total=simulated.MEMORY.now + int(room * 8 * 600**2))
+        try:
+            return RFM(kernels.Laplace(3.), iters=1, ridge=1., progress=False, memory=1e9,
+                       **options).fit(X, y)
+        finally:
+            simulated.MEMORY.reset()
+    whole = fit(9., solver="cholesky")
+    with pytest.warns(RuntimeWarning, match="without stored coefficients"):
+        lean = fit(1.7, solver="cholesky")
+    torch.testing.assert_close(lean.alpha.cpu(), whole.alpha.cpu(), rtol=1e-6, atol=1e-8)
+    with pytest.raises(torch.OutOfMemoryError): fit(.5, solver="cholesky")
