@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['QUANTITIES', 'add_gram_', 'mirror_', 'gram', 'nfm', 'bnfm', 'fact', 'bfact', 'residual', 'mean_outer', 'pull_back',
-           'row_basis', 'Moments', 'similarity_from', 'Slim', 'top_eigenvalues', 'Side', 'Source', 'Variant',
-           'Quantity', 'register_quantity', 'target', 'compared', 'wanted', 'variants', 'Column', 'columns',
-           'narrow_columns', 'quantities_table']
+           'row_basis', 'Side', 'Moments', 'similarity_from', 'Grams', 'fact_moments', 'fact_error', 'outer_moments',
+           'form_moments', 'top_eigenvalues', 'Source', 'Variant', 'Quantity', 'register_quantity', 'target',
+           'compared', 'wanted', 'variants', 'Column', 'columns', 'narrow_columns', 'quantities_table']
 
 # %% ../../nbs/networks/01_quantities.ipynb #857a01ea
 import math
@@ -126,6 +126,12 @@ def _powered(A: Tensor, power: float, Q: Tensor | None) -> Tensor:
     if Q is None: return psd_power(A, power, negative="clip")
     return Q @ psd_power(Q.T @ A @ Q, power, negative="clip") @ Q.T
 
+# %% ../../nbs/networks/01_quantities.ipynb #6bfa72ec
+class Side(Enum):
+    "The two ends of a layer."
+    RIGHT = "input" # d × d
+    LEFT = "output" # d' × d'
+
 # %% ../../nbs/networks/01_quantities.ipynb #71b64e0a
 class Moments(NamedTuple):
     "What correlations of a matrix A with a matrix N are made of."
@@ -153,37 +159,80 @@ def similarity_from(kind: str, # "pearson" or "cosine"
     return inner / math.sqrt(square * own)
 
 # %% ../../nbs/networks/01_quantities.ipynb #063debaf
-class Slim:
-    "Compares matrices VᵀX with VᵀV on the side of V's rows."
+class Grams:
+    "The products of a weight with itself and with its gradient, on its smaller side."
     def __init__(self,
-                 V: Tensor, # k × m with k < m: W on the input side, Wᵀ on the output side
+                 W: Tensor, # d' × d
                 ) -> None:
-        self.V, self.K, self.sums = V, gram(V.T), V.sum(1)
-        square = _dot(self.K, self.K)
-        self.own = Moments(square, square, _dot(self.sums, self.sums))
-        self._qr: tuple[Tensor, Tensor] | None = None
+        self.wide = W.shape[0] <= W.shape[1]
+        self.V = W if self.wide else W.T                              # k × m with k ≤ m
+        self.K = gram(self.V.T)
+        self.sums = self.V.sum(1)
+        self._of_gradient: tuple[Tensor, Tensor, Tensor] | None = None
+        self._basis: tuple[Tensor, Tensor] | None = None
 
-    def moments(self, X: Tensor) -> Moments: # X: k × m
-        "Of VᵀX against VᵀV."
-        inner = _dot(self.K, X @ self.V.T)
-        return Moments(inner, max(0., _dot(self.K, gram(X.T))), _dot(self.sums, X.sum(1)))
+    def near(self, side: Side) -> bool:
+        "Whether a side is the smaller one."
+        return (side is Side.LEFT) == self.wide
+
+    def own(self, side: Side) -> Moments:
+        "Of the NFM of a side."
+        square = _dot(self.K, self.K)
+        total = _dot(self.sums, self.sums) if not self.near(side) else float(self.K.double().sum())
+        return Moments(square, square, total)
+
+    def entries(self, side: Side) -> float:
+        "How many a matrix of a side has."
+        return float(self.V.shape[0 if self.near(side) else 1]) ** 2
+
+    def gradient(self, G: Tensor) -> tuple[Tensor, Tensor, Tensor]: # M, S, row sums
+        "GVᵀ, GGᵀ and G1, on the smaller side; formed once."
+        if self._of_gradient is None:
+            H = G if self.wide else G.T
+            self._of_gradient = H @ self.V.T, gram(H.T), H.sum(1)
+        return self._of_gradient
 
     @property
     def basis(self) -> tuple[Tensor, Tensor]: # Q: m × k, R: k × k with Vᵀ = QR
         "An orthonormal basis of the rows of V, and V in it."
-        if self._qr is None:
-            self._qr = tuple(torch.linalg.qr(self.V.T))                            # type: ignore
-        return self._qr                                                            # type: ignore
+        if self._basis is None:
+            Q, R = torch.linalg.qr(self.V.T)
+            self._basis = Q, R
+        return self._basis
 
-    def form_moments(self, S: Tensor) -> Moments: # S: k × k
-        "Of QSQᵀ against VᵀV."
-        Q, R = self.basis
-        q = Q.sum(0)
-        return Moments(_dot(R @ R.T, S), _dot(S, S), _dot(q, S @ q))
+# %% ../../nbs/networks/01_quantities.ipynb #7619af41
+def fact_moments(g: Grams, G: Tensor, lam: float, side: Side) -> Moments:
+    "Of FACT or bFACT against the NFM of its side."
+    M, S, rows = g.gradient(G)
+    inner = -_dot(g.K, M) / lam
+    if g.near(side): return Moments(inner, _dot(M, M) / lam**2, -float(M.double().sum()) / lam)
+    return Moments(inner, max(0., _dot(g.K, S)) / lam**2, -_dot(g.sums, rows) / lam)
 
-    def similarity(self, kind: str, a: Moments) -> float:
-        "The similarity of VᵀX or QSQᵀ with VᵀV."
-        return similarity_from(kind, a, self.own, float(self.V.shape[1]) ** 2)
+# %% ../../nbs/networks/01_quantities.ipynb #6a4e34cd
+def fact_error(g: Grams, G: Tensor, lam: float, side: Side) -> float:
+    "‖NFM − FACT‖ / ‖NFM‖ on one side."
+    M, S, _ = g.gradient(G)
+    norm = math.sqrt(_dot(g.K, g.K))
+    if not norm: return math.nan
+    if g.near(side): return float((g.K + M / lam).double().norm()) / norm
+    wide = torch.float64 if g.K.device.type != "mps" else torch.float32
+    K, M, S = g.K.to(wide), M.to(wide), S.to(wide)
+    square = float((K * (K + (M + M.T) / lam + S / lam**2)).sum())
+    if square > .01 * norm**2: return math.sqrt(square) / norm
+    R = g.V + (G if g.wide else G.T) / lam                           # small: not from a difference
+    return math.sqrt(max(0., _dot(g.K, gram(R.T)))) / norm
+
+# %% ../../nbs/networks/01_quantities.ipynb #8bfd3c3d
+def outer_moments(g: Grams, B: Tensor, side: Side) -> Moments: # B: d' × d'
+    "Of WᵀBW or B against the NFM of its side."
+    if not g.wide:                                                   # K = WᵀW, A = WᵀBW: d × d
+        A = g.V @ B @ g.V.T
+        trace = float(A.diagonal().double().sum())
+        if side is Side.LEFT: return Moments(trace, _dot(B, B), float(B.double().sum()))
+        return Moments(_dot(g.K, A), _dot(A, A), float(A.double().sum()))
+    if side is Side.LEFT: return Moments(_dot(g.K, B), _dot(B, B), float(B.double().sum()))
+    KB = g.K @ B
+    return Moments(_dot(KB, g.K), max(0., _dot(KB, KB.T)), _dot(g.sums, B @ g.sums))
 
 # %% ../../nbs/networks/01_quantities.ipynb #1b0bd591
 def _slim_root(T: Tensor, Q: Tensor, power: float) -> Tensor:
@@ -194,6 +243,12 @@ def _slim_power(T: Tensor, Q: Tensor, power: float) -> Tensor:
     "(TQ)^power."
     A = T @ Q
     return psd_power((A + A.T) / 2, power, negative="clip")
+
+def form_moments(g: Grams, S: Tensor) -> Moments: # S: k × k
+    "Of QSQᵀ against the NFM of the larger side."
+    Q, R = g.basis
+    q = Q.sum(0)
+    return Moments(_dot(R @ R.T, S), _dot(S, S), _dot(q, S @ q))
 
 # %% ../../nbs/networks/01_quantities.ipynb #f745967f
 def top_eigenvalues(K: Tensor, # symmetric p.s.d.
@@ -206,12 +261,6 @@ def top_eigenvalues(K: Tensor, # symmetric p.s.d.
     for _ in range(iters):
         V = torch.linalg.qr(K @ V).Q
     return torch.linalg.eigvalsh(V.T @ K @ V).flip(0)[:k].tolist()
-
-# %% ../../nbs/networks/01_quantities.ipynb #6bfa72ec
-class Side(Enum):
-    "The two ends of a layer."
-    RIGHT = "input" # d × d
-    LEFT = "output" # d' × d'
 
 # %% ../../nbs/networks/01_quantities.ipynb #399cf474
 class Source(Enum):
@@ -229,7 +278,7 @@ class Variant(NamedTuple):
     look: str = "other" # how figures draw it: a key of `COLOURS`
     main: bool = False # stands for the quantity where a table has room for one column
     followed: bool = False # drawn over training
-    # (T, Q, power) → the form in a basis Q, see `Slim`; None: as similar as the matrix itself
+    # (T, Q, power) → the form in a basis Q, see `Grams`; None: as similar as the matrix itself
     slim: Callable[[Tensor, Tensor, float], Tensor] | None = None
 
 # %% ../../nbs/networks/01_quantities.ipynb #e089651b
@@ -261,7 +310,7 @@ class Quantity:
     target: bool = False # what the others of its side are compared with
     equality: bool = False # equals the target at a critical point: its relative error is shown
     decays: bool = False # divides by λ, so it does not exist without weight decay
-    # (W, what was added up, λ) → X with matrix = WᵀX (on the output side WXᵀ), for `Slim`
+    # (W, what was added up, λ) → X with matrix = WᵀX (on the output side WXᵀ): tables use it
     factor: Callable[[Tensor, Tensor, float], Tensor] | None = None
     usual: bool = True # measured when nobody names quantities
 
@@ -313,10 +362,12 @@ _LEFT = (
         equality=True, decays=True, factor=lambda W, G, lam: G / -lam),
     Quantity(
         "bagop", "bAGOP", "bAGOP", "AGOP at the layer's output",
-        Side.LEFT, Source.OUTPUTS, lambda W, mean, lam: mean, "AGOP", "mean_outer", (_POWER,)),
+        Side.LEFT, Source.OUTPUTS, lambda W, mean, lam: mean, "AGOP", "mean_outer", (_POWER,),
+        factor=lambda W, B, lam: B),
     Quantity(
         "benfa", "beNFA", "backward eNFA", "eNFA at the layer's output",
-        Side.LEFT, Source.LOSSES, lambda W, mean, lam: mean, "eNFA", "mean_outer")
+        Side.LEFT, Source.LOSSES, lambda W, mean, lam: mean, "eNFA", "mean_outer",
+        factor=lambda W, B, lam: B)
 )
 for _quantity in _LEFT:
     register_quantity(_quantity)
