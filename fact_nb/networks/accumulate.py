@@ -270,9 +270,9 @@ def _from_loss(run: Measurement, # whose sums grow
 def _note_trace(run: Measurement, slot: Slot, P: Tensor, G: Tensor, w: float) -> None:
     "Remember tr FACT / tr WᵀW of one batch: −⟨P, G⟩ / (λ‖P‖²)."
     lam = run.decay[slot.use]
-    square = P.square().sum()
+    square = torch.linalg.vector_norm(P).square()
     if lam > 0 and square > 0:
-        value = -float((P * G).sum() / square) / lam
+        value = -float(torch.dot(P.reshape(-1), G.reshape(-1).to(P.dtype)) / square) / lam
         run.traces.setdefault(slot, []).append((w, value))
 
 # %% ../../nbs/networks/04_accumulate.ipynb #26df418e

@@ -179,7 +179,7 @@ def _measured(run: Measurement, loader: Iterable) -> None:
 # %% ../../nbs/networks/00_measure.ipynb #2ad2e344
 def _check_sums(run: Measurement) -> None:
     "Raise when nothing was measured, or something that is no number."
-    bad = next((slot for slot, S in run.sums.items() if not torch.isfinite(S).all()), None)
+    bad = next((slot for slot, S in run.sums.items() if not torch.isfinite(S.sum())), None)
     if bad:
         raise ValueError(f"the gradients of layer {bad.use!r} contain nan or inf "
                          "although the loss is finite")

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['QUANTITIES', 'add_gram_', 'mirror_', 'gram', 'nfm', 'bnfm', 'fact', 'bfact', 'residual', 'mean_outer', 'pull_back',
-           'row_basis', 'Side', 'Moments', 'similarity_from', 'Grams', 'fact_moments', 'fact_error', 'outer_moments',
-           'form_moments', 'top_eigenvalues', 'Source', 'Variant', 'Quantity', 'register_quantity', 'target',
-           'compared', 'wanted', 'variants', 'Column', 'columns', 'narrow_columns', 'quantities_table']
+           'row_basis', 'Side', 'Moments', 'similarity_from', 'GradientGrams', 'Grams', 'fact_moments', 'fact_error',
+           'outer_moments', 'form_moments', 'top_eigenvalues', 'Source', 'Variant', 'Quantity', 'register_quantity',
+           'target', 'compared', 'wanted', 'variants', 'Column', 'columns', 'narrow_columns', 'quantities_table']
 
 # %% ../../nbs/networks/01_quantities.ipynb #857a01ea
 import math
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import psd_power, sym_sqrt
+from ..runtime import dtype_for
 
 # %% ../../nbs/networks/01_quantities.ipynb #09790846
 def add_gram_(S: Tensor, # d' × d' running sum, changed in place, up to date in its lower blocks
@@ -141,8 +142,7 @@ class Moments(NamedTuple):
 
 def _dot(A: Tensor, B: Tensor) -> float:
     "⟨A, B⟩, added up in float64 where the device has it."
-    wide = torch.float32 if A.device.type == "mps" else torch.float64
-    return float((A.to(wide) * B.to(wide)).sum())
+    return float((A * B).sum(dtype=dtype_for(A.device)))
 
 # %% ../../nbs/networks/01_quantities.ipynb #c6e7c99d
 def similarity_from(kind: str, # "pearson" or "cosine"
@@ -159,6 +159,18 @@ def similarity_from(kind: str, # "pearson" or "cosine"
     return inner / math.sqrt(square * own)
 
 # %% ../../nbs/networks/01_quantities.ipynb #063debaf
+class GradientGrams(NamedTuple):
+    "Products of a weight with its gradient, with H = G or Gᵀ and M = HVᵀ, S = HHᵀ."
+    M: Tensor # k × k
+    inner: float # ⟨K, M⟩
+    far: float # ⟨K, S⟩ = ‖VᵀH‖²
+    near: float # ‖M‖²
+    total: float # (V1)·(H1)
+
+def _total(A: Tensor) -> float:
+    "The sum of the entries of a matrix."
+    return float(A.sum(dtype=dtype_for(A.device)))
+
 class Grams:
     "The products of a weight with itself and with its gradient, on its smaller side."
     def __init__(self,
@@ -168,7 +180,8 @@ class Grams:
         self.V = W if self.wide else W.T                              # k × m with k ≤ m
         self.K = gram(self.V.T)
         self.sums = self.V.sum(1)
-        self._of_gradient: tuple[Tensor, Tensor, Tensor] | None = None
+        self.square = _dot(self.K, self.K)                            # ⟨K, K⟩
+        self._of_gradient: GradientGrams | None = None
         self._basis: tuple[Tensor, Tensor] | None = None
 
     def near(self, side: Side) -> bool:
@@ -177,19 +190,20 @@ class Grams:
 
     def own(self, side: Side) -> Moments:
         "Of the NFM of a side."
-        square = _dot(self.K, self.K)
-        total = _dot(self.sums, self.sums) if not self.near(side) else float(self.K.double().sum())
-        return Moments(square, square, total)
+        total = _total(self.K) if self.near(side) else _dot(self.sums, self.sums)
+        return Moments(self.square, self.square, total)
 
     def entries(self, side: Side) -> float:
         "How many a matrix of a side has."
         return float(self.V.shape[0 if self.near(side) else 1]) ** 2
 
-    def gradient(self, G: Tensor) -> tuple[Tensor, Tensor, Tensor]: # M, S, row sums
-        "GVᵀ, GGᵀ and G1, on the smaller side; formed once."
+    def gradient(self, G: Tensor) -> "GradientGrams":
+        "Products with the gradient, on the smaller side; formed once."
         if self._of_gradient is None:
             H = G if self.wide else G.T
-            self._of_gradient = H @ self.V.T, gram(H.T), H.sum(1)
+            M, S = H @ self.V.T, gram(H.T)
+            inner, far = _dot(self.K, M), max(0., _dot(self.K, S))
+            self._of_gradient = GradientGrams(M, inner, far, _dot(M, M), _dot(self.sums, H.sum(1)))
         return self._of_gradient
 
     @property
@@ -203,34 +217,32 @@ class Grams:
 # %% ../../nbs/networks/01_quantities.ipynb #7619af41
 def fact_moments(g: Grams, G: Tensor, lam: float, side: Side) -> Moments:
     "Of FACT or bFACT against the NFM of its side."
-    M, S, rows = g.gradient(G)
-    inner = -_dot(g.K, M) / lam
-    if g.near(side): return Moments(inner, _dot(M, M) / lam**2, -float(M.double().sum()) / lam)
-    return Moments(inner, max(0., _dot(g.K, S)) / lam**2, -_dot(g.sums, rows) / lam)
+    t = g.gradient(G)
+    inner = -t.inner / lam
+    if g.near(side): return Moments(inner, t.near / lam**2, -_total(t.M) / lam)
+    return Moments(inner, t.far / lam**2, -t.total / lam)
 
 # %% ../../nbs/networks/01_quantities.ipynb #6a4e34cd
 def fact_error(g: Grams, G: Tensor, lam: float, side: Side) -> float:
     "‖NFM − FACT‖ / ‖NFM‖ on one side."
-    M, S, _ = g.gradient(G)
-    norm = math.sqrt(_dot(g.K, g.K))
-    if not norm: return math.nan
-    if g.near(side): return float((g.K + M / lam).double().norm()) / norm
-    wide = torch.float64 if g.K.device.type != "mps" else torch.float32
-    K, M, S = g.K.to(wide), M.to(wide), S.to(wide)
-    square = float((K * (K + (M + M.T) / lam + S / lam**2)).sum())
-    if square > .01 * norm**2: return math.sqrt(square) / norm
-    R = g.V + (G if g.wide else G.T) / lam                           # small: not from a difference
-    return math.sqrt(max(0., _dot(g.K, gram(R.T)))) / norm
+    if not g.square: return math.nan
+    t = g.gradient(G)
+    near = g.near(side)
+    square = g.square + 2 * t.inner / lam + (t.near if near else t.far) / lam**2
+    if square < .01 * g.square:                                      # small: not from a difference
+        R = g.V + (G if g.wide else G.T) / lam
+        square = _dot(g.V @ R.T, g.V @ R.T) if near else max(0., _dot(g.K, gram(R.T)))
+    return math.sqrt(square / g.square)
 
 # %% ../../nbs/networks/01_quantities.ipynb #8bfd3c3d
 def outer_moments(g: Grams, B: Tensor, side: Side) -> Moments: # B: d' × d'
     "Of WᵀBW or B against the NFM of its side."
     if not g.wide:                                                   # K = WᵀW, A = WᵀBW: d × d
         A = g.V @ B @ g.V.T
-        trace = float(A.diagonal().double().sum())
-        if side is Side.LEFT: return Moments(trace, _dot(B, B), float(B.double().sum()))
-        return Moments(_dot(g.K, A), _dot(A, A), float(A.double().sum()))
-    if side is Side.LEFT: return Moments(_dot(g.K, B), _dot(B, B), float(B.double().sum()))
+        trace = _total(A.diagonal())
+        if side is Side.LEFT: return Moments(trace, _dot(B, B), _total(B))
+        return Moments(_dot(g.K, A), _dot(A, A), _total(A))
+    if side is Side.LEFT: return Moments(_dot(g.K, B), _dot(B, B), _total(B))
     KB = g.K @ B
     return Moments(_dot(KB, g.K), max(0., _dot(KB, KB.T)), _dot(g.sums, B @ g.sums))
 

@@ -30,6 +30,7 @@ from .accumulate import Options
 from .quantities import QUANTITIES, Grams, Moments, Quantity, Side, Source
 from .quantities import Variant, columns, compared, target, top_eigenvalues
 from .weights import Missing, Reason
+from ..runtime import dtype_for
 
 # %% ../../nbs/networks/06_report.ipynb #b57943dd
 class Outer(NamedTuple):
@@ -151,13 +152,12 @@ class Layer(Use):
 def _of_fact(layer: Layer, g: Grams) -> dict[str, float]:
     "Numbers of FACT that need no matrix larger than the smaller side."
     if layer.G is None: return {}
-    M, S, _ = g.gradient(layer.G)
-    trace = -float(M.diagonal().double().sum())                      # λ tr FACT = −⟨W, G⟩
-    far = not g.near(Side.RIGHT)
-    norm = math.sqrt(max(0., float((g.K.double() * S.double()).sum()))) if far else float(M.norm())
+    t = g.gradient(layer.G)
+    trace = -float(t.M.diagonal().sum(dtype=dtype_for(t.M.device)))  # λ tr FACT = −⟨W, G⟩
+    norm = math.sqrt(t.near if g.near(Side.RIGHT) else t.far)
     out = {"tr/‖FACT‖": trace / norm if norm else math.nan}
     if not layer.weight_decay > 0: return out
-    square = float(g.K.diagonal().double().sum())
+    square = float(g.K.diagonal().sum(dtype=dtype_for(g.K.device)))
     ratio = trace / (layer.weight_decay * square) if square else math.nan
     error = quantities.fact_error(g, layer.G, layer.weight_decay, Side.RIGHT)
     return out | {"trace ratio": ratio, "±": layer.trace_error, "residual": error}
@@ -170,7 +170,7 @@ def spectra_of(layer: Layer, # with its tensors, or with its summary
     if layer.numbers: return layer.numbers["spectra"]
     g = g or Grams(layer.W)
     top = top_eigenvalues(g.K)
-    trace = float(g.K.diagonal().double().sum())
+    trace = float(g.K.diagonal().sum(dtype=dtype_for(g.K.device)))
     out = {"trace": trace, "stable rank": trace / top[0] if top[0] > 0 else math.nan}
     out |= {f"λ{i + 1}": v for i, v in enumerate(top)}
     return out | _of_fact(layer, g)
@@ -207,12 +207,13 @@ class Compared(NamedTuple):
 
 def _by_matrices(N: Tensor, A: Tensor) -> Compared:
     "The same from two matrices."
-    moments = lambda X: Moments(_inner(N, X), _inner(X, X), float(X.double().sum()))
+    moments = lambda X: Moments(_inner(N, X), _inner(X, X), _inner(X, torch.ones_like(X)))
     return Compared(moments(A), moments(N), float(A.numel()))
 
 def _inner(A: Tensor, B: Tensor) -> float:
     "⟨A, B⟩ in float64."
-    return float((A.double() * B.double()).sum())
+    wide = dtype_for(A.device)
+    return float((A.to(wide) * B.to(wide)).sum())
 
 # %% ../../nbs/networks/06_report.ipynb #623ec6e6
 def _left_outer(use: Use, q: Quantity) -> Tensor | None:
