@@ -29,6 +29,7 @@ from ..lab.claims import threshold
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output, judge
 from ..lab.experiment import require
+from ..lab.marks import resting_on
 from ..lab.statistics import friedman, gain_estimate, interval, versus
 from ..lab.needs import Work
 from ..lab.store import Result
@@ -461,6 +462,8 @@ judges = {"tab-fact-plain": lambda r: judge_mean(r, "tab-fact-plain", "fact"),
           "tab-kernel": lambda r: judge_mean(r, "tab-kernel", "kernel"),
           "tab-parity-of-methods": judge_parity, "tab-beats-kernel": judge_beats,
           "tab-count": judge_count, "rfm-geom-keeps": judge_keeps}
+judges = {id: decide if id == "tab-count" else resting_on(decide, protocol=("published",))
+          for id, decide in judges.items()}
 
 # %% ../../nbs/experiments/10_tabular.ipynb #ee282250
 def far_apart(wide: pd.DataFrame) -> list[str]: # at most six
