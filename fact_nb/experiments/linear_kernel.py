@@ -55,8 +55,8 @@ class Config:
         require(min(self.ridges) > 0, "ridges must be positive")
         require(self.noise >= 0, "noise must not be negative")
 
-# %% ../../nbs/experiments/14_linear_kernel.ipynb #bd88d94f
-presets = dict(quick=Config(cs=(1, 3, 12), ridges=(10.,), seeds=2, d=8, n=40, n_test=300, rank=2),
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #3cd9489b
+presets = dict(quick=Config(cs=(3, 12), ridges=(30.,), seeds=2, d=8, n=40, n_test=300),
                cpu=Config(), paper=Config())
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #b1f1054a

@@ -29,7 +29,7 @@ from ..lab.claims import threshold
 from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output, judge
 from ..lab.experiment import require
-from ..lab.marks import resting_on
+from ..lab.marks import Decide, resting_on
 from ..lab.statistics import friedman, gain_estimate, interval, versus
 from ..lab.needs import Work
 from ..lab.store import Result
@@ -456,7 +456,8 @@ def judge_keeps(r: Result) -> Judgement | None:
                  estimates=(gain_estimate(versus(wide, "geometric", "fact")),))
 
 # %% ../../nbs/experiments/10_tabular.ipynb #5ef184d3
-judges = {"tab-fact-plain": lambda r: judge_mean(r, "tab-fact-plain", "fact"),
+judges: dict[str, Decide] = {
+          "tab-fact-plain": lambda r: judge_mean(r, "tab-fact-plain", "fact"),
           "tab-fact-geom": lambda r: judge_mean(r, "tab-fact-geom", "geometric"),
           "tab-nfa": lambda r: judge_mean(r, "tab-nfa", "nfa"),
           "tab-kernel": lambda r: judge_mean(r, "tab-kernel", "kernel"),
