@@ -110,7 +110,7 @@ def test_ctrl_c_leaves_a_consistent_store(fact, tmp_path):
     assert not (tmp_path / "results" / "separation" / f"{LABEL}.json").exists()
     assert fact(*SMALL, "--resume").returncode == 0
     after = results(tmp_path)
-    assert all(after[k] == v for k, v in kept.items()) and len(after) == 5
+    assert all(after[k] == v for k, v in kept.items()) and len(after) == 6
 
 
 def test_kill_at_random_moments_and_resume_gives_the_same(fact, tmp_path):
@@ -157,13 +157,13 @@ def test_a_list_and_an_error_answer_within_a_second(tmp_path, argv, code):
     assert done.returncode == code and seconds < 1, (seconds, done.stderr)
 
 
-UNIT = re.compile(r"  separation part=\S+: \d+\.\d s, (\d) of 5")
+UNIT = re.compile(r"  separation part=\S+: \d+\.\d s, (\d) of 6")
 
 
 def test_a_log_has_one_line_for_each_unit_and_no_bars(fact):
     loud = fact(*(w for w in SMALL if w != "--quiet"))
     assert loud.returncode == 0 and loud.stderr == "" and "\r" not in loud.stdout
-    assert [m[1] for line in loud.stdout.splitlines() if (m := UNIT.fullmatch(line))] == list("12345")
+    assert [m[1] for line in loud.stdout.splitlines() if (m := UNIT.fullmatch(line))] == list("123456")
     quiet = fact(*SMALL)
     assert not any(UNIT.fullmatch(line) for line in quiet.stdout.splitlines())
     judged = lambda out: [line for line in out.splitlines() if line.startswith("  sep-")]

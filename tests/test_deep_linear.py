@@ -16,7 +16,7 @@ TINY = replace(dl.Config(), depths=(3,), d=4, c=2, width=6, n=40, epochs=30, bat
 
 def rows(cfg, folder, number=0):
     "Rows of one unit, as they would be stored."
-    return plain(dl.run_unit(cfg, dl.units(cfg)[number], Context(device("cpu"), folder, progress=False)).rows)
+    return plain(dl.run_unit(cfg, dl.units(cfg)[number], Context(device("cpu"), folder, progress=False, save_every=0.)).rows)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def test_every_parameter_is_explained(obj):
 
 def test_what_help_prints():
     text = pydoc.plain(pydoc.render_doc(explain(measure)))
-    assert "    weight_decay : float | Mapping | Optimizer\n        λ: one number" in text
+    assert "    weight_decay : float | Mapping | Optimizer | None, default None\n        λ: one number" in text
     assert "    mode : str, default 'eval'\n" in text and "    Returns\n    -------\n    Report\n" in text
 
 

@@ -148,7 +148,7 @@ SMALL = replace(E.presets["quick"], n=100, width=16, hidden=2, layers=2, epochs=
 
 def rows(cfg, tmp_path, **unit):
     import pandas as pd
-    return pd.DataFrame(E.run_unit(cfg, unit, Context(torch.device("cpu"), tmp_path, False)).rows)
+    return pd.DataFrame(E.run_unit(cfg, unit, Context(torch.device("cpu"), tmp_path, False, save_every=0.)).rows)
 
 
 def test_settings_of_the_experiment_change_it(tmp_path, monkeypatch):

@@ -25,17 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# %% ../../nbs/experiments/11_motion.ipynb #716d8502
 from ..data.images import Flat
 from ..figures import WIDTH, look, style
 from ..lab.claims import threshold
 from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output
 from ..lab.experiment import in_grid, judge, require
 from ..lab.image_networks import TITLES, Networks, RowsByEpoch, image_sizes, images
-from ..lab.image_networks import legend_below
-from ..lab.needs import Work
-from ..lab.image_networks import network_work
+from ..lab.image_networks import legend_below, network_work
 from ..lab.image_networks import listed, network, on_device, recipe, shown, train_on
 from ..lab.marks import resting_on
+from ..lab.needs import Work
 from ..lab.statistics import mean_estimate
 from ..lab.store import Result
 from ..linalg import pearson, rel_err

@@ -30,6 +30,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import _check_sample_weight, check_array, check_consistent_length
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
+# %% ../../nbs/machines/00_estimators.ipynb #53dbd814
 from ..arguments import unframed
 from ..files import write_atomic
 from .inputs import Encoding, column_kind, encode, learn_encoding
