@@ -358,7 +358,7 @@ _LOG_RIDGE = (math.log(1e-4), math.log(30))
 
 def pack_point(W: Tensor, ridge: float) -> Tensor: # W d × d or d
     "W and log ρ in one vector."
-    return torch.cat([W.flatten(), W.new_tensor([math.log(max(ridge, 1e-4))])])
+    return torch.cat([W.flatten(), W.new_full((1,), math.log(max(ridge, 1e-4)))])
 
 def unpack_point(z: Tensor, diagonal: bool) -> tuple[Tensor, float]: # W, ρ
     "W and ρ of such a vector."
@@ -410,7 +410,7 @@ def evidence_gradient(s: Sight,
     g = (W * S.diagonal() if s.diagonal else W @ S) / -fitted
     if s.prior is not None:
         g = g + s.prior.pull(W) / rows
-    return torch.cat([g.flatten(), g.new_tensor([slope])])
+    return torch.cat([g.flatten(), g.new_full((1,), slope)])
 
 # %% ../../nbs/machines/04_updates.ipynb #29e8ced9
 def _free_part(z: Tensor, g: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ SMALL = dict(
     theorem="iters=50",
     separation="seeds=1 eps=0.9",
     kernel_theory="seeds=1",
+    linear_kernel="cs=3 ridges=10 seeds=1 iters=3 n=40 d=8",
     no_decay="seeds=1 iters=50 zero_steps=200 motion_time=1 steps=40,40")
 WORDS = ("part", "task", "learner", "op", "method", "protocol", "setting", "schedule", "net",
          "noise")
