@@ -2,8 +2,9 @@
 
 usage: python tools/hooks.py [--remove]
 
-Everything is written below .git/ of this clone, nothing into your home: a merge driver of nbdev for
-*.ipynb, and a pre-commit hook that runs ruff, tools/style.py and the check for clean notebooks.
+Everything is written below .git/ of this clone, nothing into your home: a merge driver for *.ipynb
+(tools/merge_notebooks.py), and a pre-commit hook that runs ruff, tools/style.py and the check for
+clean notebooks.
 `git commit --no-verify` goes past the hook once.
 """
 import shlex
@@ -12,8 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DRIVER = "merge.nbdev-merge"
-ATTRIBUTE = "*.ipynb merge=nbdev-merge\n"
+DRIVER = "merge.notebooks"
+ATTRIBUTE = "*.ipynb merge=notebooks\n"
 MARK = "# written by `make hooks`"
 
 
@@ -39,9 +40,9 @@ def pre_commit() -> str:
 
 
 def install() -> str:
-    driver = shlex.quote(str(Path(sys.executable).with_name("nbdev_merge")))
+    driver = shlex.join([sys.executable, str(ROOT / "tools" / "merge_notebooks.py")])
     git("config", "--local", f"{DRIVER}.name", "merge notebooks by cells")
-    git("config", "--local", f"{DRIVER}.driver", f"{driver} %O %A %B %P")
+    git("config", "--local", f"{DRIVER}.driver", f"{driver} %O %A %B")
     attributes = inside_git("info/attributes")
     attributes.parent.mkdir(parents=True, exist_ok=True)
     old = attributes.read_text() if attributes.exists() else ""
