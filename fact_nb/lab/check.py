@@ -17,6 +17,7 @@ from typing import Any, Iterable, Mapping, NamedTuple
 import numpy as np
 
 from .claims import LEDGER, Claim
+from .cost import ACROSS
 from .experiment import Context, Experiment, registry, require
 from .scorecard import verdict_on
 from .store import Result, Store, StoredUnit, committed, plain, repository_results
@@ -33,6 +34,8 @@ def claim_named(id: str) -> Claim:
 def judging(id: str) -> list[Experiment]:
     "The experiments that judge a claim; a UsageError where none does."
     found = [e for e in registry().values() if id in e.judges]
+    told = f"{id} is judged from the seconds of all runs together: see `fact report`"
+    require(id not in ACROSS, told)
     require(bool(found), f"no experiment judges {id}: there is nothing to run")
     return found
 
@@ -127,7 +130,7 @@ def run_again(c: Chosen, progress: bool = False) -> "Rerun":
     with tempfile.TemporaryDirectory() as scratch:
         out = c.exp.run_unit(cfg, unit, Context(device("cpu"), Path(scratch), progress))
     arrays = {k: np.asarray(v) for k, v in out.arrays.items()}
-    return Rerun(c.unit.key, c.unit.params, arrays, plain(out.rows))
+    return Rerun(c.unit.key, c.unit.params, arrays, rows=plain(out.rows))
 
 # %% ../../nbs/lab/15_check.ipynb #d6ca3954
 def with_unit(r: Result, # a committed result

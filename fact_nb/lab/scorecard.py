@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Iterable, Mapping, NamedTuple, TypedDict
 
 from .claims import LEDGER, PAST
+from .cost import ACROSS, COST_GROUPS, counted, estimate_in_words
 from .experiment import CHANGED, DIFFERS, HOLDS, NOT_RUN, TOO_SMALL
 from .experiment import Experiment, registry
 from .history import changes_of
@@ -218,6 +219,28 @@ def _entry(id: str, # of a claim
                                 unknown=of(UNKNOWN), others=others, changes=changes_of(id),
                                 check=f"fact check {id}" if judges else "")
 
+# %% ../../nbs/lab/04_scorecard.ipynb #3a06b0a3
+def _said_across(id: str, mains: Mapping[str, Result | None], beside: str = "") -> Said:
+    "What the runs of one origin say together; `beside` is added to the note."
+    j = ACROSS[id](mains)
+    note = "; ".join(t for t in (j.note if j.ours else "", beside) if t)
+    from_runs = ", ".join(counted(mains)) if j.ours else ""
+    return Said(verdict=j.verdict, ours=j.ours, note=note, result=from_runs, marks=[],
+                estimates=[])
+
+# %% ../../nbs/lab/04_scorecard.ipynb #74c39bab
+def _entry_across(id: str, # of a claim
+                  experiments: Mapping[str, Experiment],
+                  runs: Mapping[str, list[StoredRun]], # by experiment
+                 ) -> dict[str, Any]:
+    "Everything the runs say together about one claim."
+    def of(where: str, beside: str = "") -> Said:
+        return _said_across(id, {n: _main(r, where) for n, r in runs.items()}, beside)
+    names = [n for group in COST_GROUPS.values() for n in group if n in experiments]
+    return of(COMMITTED, estimate_in_words(experiments)) | dict(
+        experiment=", ".join(names), here=of(HERE), unknown=of(UNKNOWN), others=[],
+        changes=changes_of(id), check="")
+
 # %% ../../nbs/lab/04_scorecard.ipynb #192ccce7
 def scorecard(results: str | Path | None = None, # folder of the result store
               experiments: Mapping[str, Experiment] | None = None, # by default all
@@ -230,7 +253,10 @@ def scorecard(results: str | Path | None = None, # folder of the result store
     rows = []
     for c in LEDGER.values():
         judges = [e for e in experiments.values() if c.id in e.judges]
-        rows.append(asdict(c) | _entry(c.id, judges, runs))
+        said = _entry(c.id, judges, runs)
+        if c.id in ACROSS:
+            said = _entry_across(c.id, experiments, runs)
+        rows.append(asdict(c) | said)
     return rows
 
 # %% ../../nbs/lab/04_scorecard.ipynb #64042d7d

@@ -246,6 +246,8 @@ class StoredUnit:
     key: str # its file name
     params: dict[str, Any] # what tells it from the others, as the experiment named it
     arrays: dict[str, np.ndarray] = field(default_factory=dict, repr=False) # name -> matrix
+    # device, seconds, memory, commit of this unit
+    provenance: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 # %% ../../nbs/lab/02_store.ipynb #6756409c
 @dataclass
@@ -352,7 +354,8 @@ def put_together(store: Store, # where the units lie
         stored = read_stored(store.unit_path(name, folder, key))
         if stored is None: return None
         params = stored.record["unit"]
-        units.append(StoredUnit(key, params, stored.arrays()))
+        made = stored.record.get("provenance", {})
+        units.append(StoredUnit(key, params, stored.arrays(), made))
         rows += [{**params, **row} for row in stored.record["rows"]]
         digest.update(stored.record["sha256"].encode())
     arrays = {u.key: u.arrays for u in units if u.arrays}
