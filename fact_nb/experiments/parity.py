@@ -33,6 +33,7 @@ from ..lab.store import Result
 from ..linalg import cosine, pearson
 from ..machines.kernels import Gaussian
 from ..machines.rfm import RFM
+from ..machines.solvers import direct_bytes
 
 # %% ../../nbs/experiments/05_parity.ipynb #9b2b1755
 METHODS: dict[str, dict[str, Any]] = dict(
@@ -138,6 +139,13 @@ def predicted_snr(n: int, # points
     w = 1. if rule.startswith("nfa") else kernel_weight(1, d, bandwidth)
     return (left / D)**2 / (w * lower + comb(d - 1, k - 1) * left / D**2)
 
+# %% ../../nbs/experiments/05_parity.ipynb #007654d6
+def solver_for(c: Config, n: int) -> str: # n: training points
+    "Which solver: whole matrix or half of it."
+    if n <= 1000: return "direct"
+    fits = direct_bytes(n, 1, 8) <= c.memory * 1e9
+    return "cholesky" if fits else "packed"
+
 # %% ../../nbs/experiments/05_parity.ipynb #d33f1da3
 def machine(c: Config,
             n: int, # training points
@@ -149,7 +157,7 @@ def machine(c: Config,
     "The RFM of one run."
     return RFM(Gaussian(c.bandwidth), iters=iters, ridge=ridge,
                normalize="trace" if rescaled else None, progress=False,
-               solver="cholesky" if n > 1000 else "direct",
+               solver=solver_for(c, n),
                memory=int(c.memory * 1e9), **METHODS[method])
 
 # %% ../../nbs/experiments/05_parity.ipynb #fcd1b330
@@ -840,7 +848,8 @@ def _fits(cfg: Config, unit: dict[str, Any]) -> float:
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
     d = cfg.need_d if unit["part"] == "need" else cfg.d
-    matrices = 2.2 if 2.2 * 8 * unit["n"]**2 <= cfg.memory * 1e9 else 1.2
+    room = cfg.memory * 1e9 / (8 * unit["n"]**2)
+    matrices = 2.2 if room >= 2.2 else 1.2 if room >= 1.03 else .55
     return fit_work(unit["n"], d, 1, _fits(cfg, unit), matrices)
 
 # %% ../../nbs/experiments/05_parity.ipynb #b68b2de0

@@ -64,7 +64,7 @@ class _Machine(BaseEstimator):
                  scale: bool = True, # bring all columns to one scale
                  categorical: Any = None, # names or numbers of columns that hold categories
                  class_weight: Any = None, # classifier: weights by class, or "balanced"
-                 solver: str = "auto", # "auto", "direct", "cholesky", "eigh" or "iterative"
+                 solver: str = "auto", # "auto", "direct", "cholesky", "eigh", "packed", "iterative"
                  memory: float | None = None, # bytes the fit may use; None: what is free
                  time_limit: float | None = None, # seconds; then the best so far is returned
                  device: str = "auto", # "auto", "cpu", "cuda", "mps"
@@ -274,7 +274,7 @@ class FitEstimate:
     columns: int # after categories have become levels
     seconds: float # about
     bytes: float # about
-    solver: str # "direct" or "iterative"
+    solver: str # "direct", "packed" or "iterative"
     reason: str # why this solver
 
     def __str__(self) -> str:
@@ -308,7 +308,7 @@ def _estimate(m: RFM, X: torch.Tensor, Y: torch.Tensor, memory: float | None) ->
     limit = memory_limit(memory, X.device)
     plan = plan_fit(m.solver, n, d, c, X.element_size(), limit, loo=m.selection.needs_matrix)
     k = min(n, getattr(m.rule, "rows", 0))
-    size = plan.need if plan.method == "direct" else plan.iterative
+    size = plan.iterative if plan.method == "iterative" else plan.need
     seconds = _work(m, n, d, c) / (.4 * _speed(torch.float32 if k > 512 else X.dtype))
     return FitEstimate(n, d, seconds, size + 16. * k * k, plan.method, str(plan))
 

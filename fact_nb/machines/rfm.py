@@ -30,6 +30,7 @@ from .selection import Criterion, ErrorMetric, EvidenceOf, Kept, LooOf, SeenFits
 from .selection import Selection, best_ridge, distinct_rows, error_of, held_out
 from .selection import strata_of
 from .selection import seen_from_plain, seen_to_plain, selection_rule
+from .packed import Packed, packed_room, solve_packed
 from .solvers import SOLVERS, PlanReason, SolverPlan, memory_limit, noted, plan_fit
 from .solvers import solve_kernel
 from .threads import one_core_each
@@ -54,7 +55,7 @@ class Settings:
     keep: str | Selection = "best" # which iterate: "best", "last", "loo", "evidence", or a rule
     patience: int | None = None # stop after so many iterations without improvement
     holdout: float | None = None # this share of the rows chooses the iterate; then refit on all
-    solver: str = "auto" # "auto", "direct", "cholesky", "eigh" or "iterative"
+    solver: str = "auto" # "auto", "direct", "cholesky", "eigh", "packed" or "iterative"
     tol: float = 1e-5 # residual at which the iterative solver stops
     memory: float | None = None # bytes the fit may use; by default what is free
     seed: int = 0 # of the held-out split
@@ -118,6 +119,7 @@ class Problem:
     val: tuple[Tensor, Tensor] | None = None # validation inputs and targets
     flat: bool = False # were the targets a vector?
     K: Tensor | None = None # room for the kernel matrix, kept from one iteration to the next
+    half: Packed | None = None # the same for the packed solver
     C: Tensor | None = None # room for the coefficients
     holder: "Fit | None" = None # whose coefficients are in it
     plan: SolverPlan | None = None # how to solve, decided at the first fit
@@ -342,10 +344,18 @@ def _fit_by(plan: SolverPlan, s: Settings, p: Problem, M: Tensor, alpha0: Tensor
     "α for one M by one plan."
     W = root_of(M)
     if plan.method == "direct": return _direct(s, p, M, W, coef and plan.store)
+    if plan.method == "packed": return _packed(plan, s, p, M, W)
     sol = solve_kernel(s.kernel, _mapped(p.X, W), p.Y, s.ridge, method="iterative",
                        memory=plan.limit, alpha0=alpha0, tol=s.tol)
     note = noted(plan, sol.note)
     return Fit(s, p, M, W, sol.alpha.to(p.Y), sol.method, note, sol.residual)
+
+# %% ../../nbs/machines/01_rfm.ipynb #3c382e95
+def _packed(plan: SolverPlan, s: Settings, p: Problem, M: Tensor, W: Tensor) -> Fit:
+    "Half of K in memory, and its factor in the same place."
+    p.half = packed_room(p.X, p.half)
+    sol = solve_packed(s.kernel, _mapped(p.X, W), p.Y, s.ridge, weights=p.w, out=p.half)
+    return Fit(s, p, M, W, sol.alpha.view_as(p.Y), sol.method, noted(plan, sol.note), sol.residual)
 
 # %% ../../nbs/machines/01_rfm.ipynb #dcc3d5d9
 def _next_plan(plan: SolverPlan, s: Settings, p: Problem) -> SolverPlan | None: # None: no other

@@ -205,7 +205,7 @@ def test_kernels(k, device):
             close(a, b, 1e-9)
 
 
-@pytest.mark.parametrize("method", ["direct", "cholesky", "refined", "eigh", "iterative"])
+@pytest.mark.parametrize("method", ["direct", "cholesky", "refined", "eigh", "packed", "iterative"])
 def test_solvers(method, device):
     x, y = data(150)
     name = "cholesky" if method == "refined" else method
@@ -233,7 +233,7 @@ def test_solvers_without_float64(method, ridge, narrow):
 
 RFMS = [dict(), dict(geometric=False), dict(update="nfa"), dict(update="stable", normalize=None),
         dict(diagonal=True), dict(keep="loo"), dict(holdout=.2), dict(solver="iterative"),
-        dict(memory=10**6), dict(metric="error"), dict(kernel=kernels.Quadratic())]
+        dict(solver="packed"),        dict(memory=10**6), dict(metric="error"), dict(kernel=kernels.Quadratic())]
 
 
 @pytest.mark.parametrize("options", RFMS, ids=str)

@@ -11,6 +11,7 @@ from fact_nb.lab.experiment import registry
 from fact_nb.machines import batched, gradients, kernels
 from fact_nb.machines.batched import Rules, Search, factor_, fit_one, published
 from fact_nb.machines.direct import cholesky_
+from fact_nb.machines.packed import packed_room, solve_packed
 from fact_nb.machines.rfm import RFM
 
 pytestmark = [pytest.mark.simulated, pytest.mark.filterwarnings("ignore")]
@@ -61,6 +62,14 @@ def test_the_factor_is_made_in_place(device):
     K.diagonal().add_(1.)
     assert matrices(lambda: cholesky_(K, K.diagonal().clone())) <= .2
     assert matrices(lambda: factor_(K, True)) <= .2
+
+
+@pytest.mark.parametrize("k", KERNELS, ids=name_of)
+def test_the_packed_solver_holds_half_a_matrix(k, device):
+    "Strips of a fortieth of the rows, as 512 of 20,000 are."
+    X, y = points(device)
+    room = lambda: packed_room(X, block=N // 40)
+    assert matrices(lambda: solve_packed(k, X, y, 1., out=room())) <= .65
 
 
 @pytest.mark.parametrize("k", KERNELS, ids=name_of)
