@@ -78,7 +78,7 @@ class Config:
 presets = dict(
     quick=Config(p=23, fraction=.7, other_p=23, iters=36, nfa_iters=15, looks=3,
                  tasks=("add", "parity"), kernels=("quadratic", "exponential"), seeds=1),
-    cpu=Config(),
+    cpu=Config(nfa_iters=75, seeds=5),
     paper=Config(nfa_iters=75, looks=75, seeds=5))
 
 # %% ../../nbs/experiments/08_similarity.ipynb #382cb31d
