@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, NamedTuple
 from ..files import write_atomic
 from .experiment import Context, Experiment, UsageError, check_memory, label_of
 from .experiment import override, require, settings
-from .store import Result, Store, device_peak, peak_memory, plain, provenance
-from .store import ready, sign, unit_key, write_record
+from .store import Result, Store, device_peak, forget_peak, peak_memory, plain
+from .store import provenance, ready, sign, unit_key, write_record
 
 # %% ../../nbs/lab/01_workers.ipynb #6e363b81
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ def _work(job: Job) -> Made:
     import torch
     ctx = Context(torch.device(job.device), Path(job.scratch), job.progress)
     device_peak(job.device, forget=True)
+    forget_peak()
     with _enough_memory(job.unit), Stopwatch(ctx.scratch) as clock:
         out = job.run_unit(job.cfg, job.unit, ctx)
     record = dict(unit=job.unit, config=settings(job.cfg), rows=plain(out.rows),
