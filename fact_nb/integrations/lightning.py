@@ -98,7 +98,8 @@ def _check_step(c: FactCallback, module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise ValueError(f"the module optimizes by hand inside training_step: {advice}")
     asked = [QUANTITIES[q] for q in c.looks.options["quantities"]]
-    needs = [q.name for q in asked if q.source not in (Source.WEIGHT, Source.GRADIENT)]
+    free = Source.WEIGHT, Source.CHANGE, Source.GRADIENT
+    needs = [q.name for q in asked if q.source not in free]
     if needs:
         raise ValueError(f"{needs[0]} needs the outputs, and training_step returns a loss: "
                          f"{advice}")

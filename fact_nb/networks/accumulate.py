@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -128,6 +129,7 @@ class Measurement:
     seen: Seen = field(default_factory=Seen)
     total: Totals = field(default_factory=Totals)
     found: Findings = field(default_factory=Findings)
+    start: dict[int, Tensor] = field(default_factory=dict) # id of a parameter → before training
     traces: dict[Slot, list[tuple[float, float]]] = field(default_factory=dict) # w, ⟨P, G⟩/λ‖P‖²
 
     def sum(self, slot: Slot, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ class Measurement:
     def asked(self, source: Source, side: Side | None = None) -> list[Quantity]:
         "The quantities asked for that are formed from a source, on one side or on both."
         found = [QUANTITIES[name] for name in self.want]
-        return [q for q in found if q.source is source and (side is None or q.side is side)]
+        return [q for q in found if q.source is source and (side is None or q.summed is side)]
 
 # %% ../../nbs/networks/04_accumulate.ipynb #23dc184c
 def _standard_error(pairs: list[tuple[float, float]]) -> float: # nan for a single batch
@@ -209,6 +211,41 @@ def _add_rows(run: Measurement, # whose sums grow
             mine = mine @ part.W(part.matrix.param.detach()).to(mine.dtype)
         S = run.sum(Slot(source, part.use, side, group), (mine.shape[1],) * 2, mine)
         add_gram_(S, mine, scale)
+
+# %% ../../nbs/networks/04_accumulate.ipynb #46bcec4b
+def _where_inputs(run: Measurement, part: Part) -> Side | None: # None when nothing is wanted
+    "On which side to add up the inputs of one use."
+    if not run.asked(Source.INPUTS): return None
+    sides = [s for s in (Side.RIGHT, Side.LEFT)
+             if side_obstacle(run.options, s, part.kind, part.shape) is None]
+    if sides[:1] == [Side.RIGHT]: return Side.RIGHT
+    return Side.LEFT if sides and run.asked(Source.INPUTS, Side.LEFT) else None
+
+# %% ../../nbs/networks/04_accumulate.ipynb #f55b1b68
+def _add_inputs(run: Measurement, # whose sums grow
+                part: Part, # one use of a matrix
+                inputs: Iterator[Tensor], # positions × d, or words, in pieces
+               ) -> None:
+    "Add the outer products of the inputs of one product, and count them."
+    side = _where_inputs(run, part)
+    if side is None: return
+    W = part.W(part.matrix.param.detach())
+    W = W.to(width(run, W))
+    d = W.shape[1] if side is Side.RIGHT else W.shape[0]
+    S = run.sum(Slot(Source.INPUTS, part.use, side), (d, d), W)
+    for h in inputs:
+        if h.is_floating_point():
+            h = h.to(W.dtype)
+            add_gram_(S, h if side is Side.RIGHT else h @ W.T)
+        else:
+            _add_words(S, h, W, side)
+        run.sum(Slot(Source.INPUTS, part.use), (1,), W).add_(len(h))
+
+# %% ../../nbs/networks/04_accumulate.ipynb #507fbc82
+def _add_words(S: Tensor, words: Tensor, W: Tensor, side: Side) -> None:
+    "The same when h is one-hot: counts on the input side, columns of W on the output side."
+    if side is Side.LEFT: return add_gram_(S, W.T[words])
+    S.diagonal().add_(words.bincount(minlength=len(S)).to(S))
 
 # %% ../../nbs/networks/04_accumulate.ipynb #087ca52e
 def needs_gradient(run: Measurement, # what is asked for
@@ -502,10 +539,11 @@ def _from_samples(run: Measurement, calls: list[Call], got: Answer, L: float, w:
             _add_rows(run, Source.LOSSES, call, g, v * v)
 
 # %% ../../nbs/networks/04_accumulate.ipynb #76bb73e4
-def _captured(run: Measurement, batch: object) -> tuple[Notes, Answer]:
+def _captured(run: Measurement, batch: object, cheap: bool = False) -> tuple[Notes, Answer]:
     "A forward pass, with its products noted."
     fixed = chain(run.model.parameters(), run.model.buffers())
-    cap = Capture(run.matrices, fixed)
+    tell = partial(_add_inputs, run) if run.asked(Source.INPUTS) and not cheap else None
+    cap = Capture(run.matrices, fixed, tell)
     with ExitStack() as hooks:
         for h in naming(run.model, cap):
             hooks.callback(h.remove)
@@ -520,7 +558,7 @@ def _batch(run: Measurement, # whose sums grow
            cheap: bool = False, # only see which weights are used
           ) -> None:
     "Measure one batch and add it to the sums."
-    notes, got = _captured(run, batch)
+    notes, got = _captured(run, batch, cheap)
     run.seen.add(notes)
     L = _loss(run, got, i)
     if not cheap:
@@ -544,7 +582,7 @@ def stream(run: Measurement, # whose sums grow
            masks: int, # how often a batch is run when there is dropout
           ) -> None:
     "Measure every batch; as often as there are masks when there is dropout."
-    cheap = all(QUANTITIES[q].source is Source.WEIGHT for q in run.want)
+    cheap = all(QUANTITIES[q].source in (Source.WEIGHT, Source.CHANGE) for q in run.want)
     try:
         batches = iter(loader)
     except TypeError:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .accumulate import GROUPS, Measurement, Options, Slot, gradient_slot
 from .accumulate import needs_gradient, share, side_obstacle, stream, width
 from .capture import Part
-from .processes import as_if_alone, in_pieces, unwrapped
+from .processes import as_if_alone, assembled, in_pieces, unwrapped
 from .quantities import QUANTITIES, Quantity, Side, Source, gram, mirror_
 from .quantities import pull_back, target, wanted
 from .report import Layer, Outer, Report, Use, summarised
@@ -36,7 +36,8 @@ def measure(model: nn.Module, # any model; left exactly as it was
             loader: Iterable | None = None,
             # λ: one number, layer → number, or the optimizer used in training
             weight_decay: float | Mapping | torch.optim.Optimizer | None = None,
-            # names in the registry: nfm fact agop enfa bnfm bfact bagop benfa; fewer cost less
+            # names in the registry: nfm fact agop enfa bnfm bfact bagop benfa, and on demand
+            # cnfm cagop (with start=) and hcov bhcov; fewer cost less
             quantities: Iterable[str] | None = None,
             # "eval", "train" (dropout averaged over masks), or "keep" the modes as they are
             mode: str = "eval",
@@ -58,10 +59,12 @@ def measure(model: nn.Module, # any model; left exactly as it was
             split: Mapping[str, int] | None = None,
             passes: int = 256, # agop="auto" is exact up to so many backward passes a batch
             keep: str = "matrices", # or "summary": numbers only, for models that fill the memory
+            # the weights before training, a copied state_dict: adds the centred NFC
+            start: Mapping[str, Tensor] | None = None,
            ) -> Report: # one entry per weight matrix: rep["0"].fact, rep.table(), rep.plot()
     "Measure FACT, AGOP and eNFA, forward and backward, of every weight matrix of a model."
     fn, loader, weight_decay = _sorted_out(model, loss_fn, loader, weight_decay)
-    want = wanted(quantities)
+    want = wanted(quantities, start is not None)
     options = Options(mode, agop, probes, masks, forward, weight, max_dim, embedding, accumulate,
                       distributed, seed, passes, keep)
     model = unwrapped(model)
@@ -69,6 +72,7 @@ def measure(model: nn.Module, # any model; left exactly as it was
     with as_if_alone(model, distributed):
         run, skipped = _prepared(model, fn, decay, want, quantities is not None, options,
                                  layers, split)
+        run.start = _started(run, start)
         _measured(run, loader)
         warn_of_modes(run.seen.dropout, has_batch_norm(model), mode)
         return _report(run, skipped)
@@ -146,6 +150,40 @@ def _prepared(model: nn.Module, # without wrappers
         _check_decay(want, lam)
     return Measurement(model, loss_fn, matrices, groups, lam, want, options), skipped
 
+# %% ../../nbs/networks/00_measure.ipynb #39e11392
+def _bare_name(name: str) -> str:
+    "The name of a parameter without those of wrappers."
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+def _check_started(run: Measurement, start: Mapping | None) -> None:
+    "Raise when the change is asked for and the start is not known."
+    asked = [q for q in run.want if QUANTITIES[q].change]
+    if start is None and asked:
+        raise ValueError(f"{asked[0]} needs the weights before training: pass start=, "
+                         "a copy of model.state_dict() from then")
+    if start is not None and not isinstance(start, Mapping):
+        raise TypeError("start must be a state_dict from before training, "
+                        f"not a {type(start).__name__}")
+
+# %% ../../nbs/networks/00_measure.ipynb #cbd1842e
+def _started(run: Measurement, # what is asked for
+             start: Mapping[str, Tensor] | None, # by the names of the parameters
+            ) -> dict[int, Tensor]: # id of a parameter → its values before training
+    "The weights before training, checked."
+    _check_started(run, start)
+    if start is None: return {}
+    given = {_bare_name(name): t for name, t in start.items()}
+    params = dict(run.model.named_parameters())
+    gone = [name for name, p in params.items() if name not in given or given[name].shape != p.shape]
+    if gone:
+        raise ValueError(f"start has no {gone[0]!r} of the model's shape: pass a copy of "
+                         "model.state_dict() from before training")
+    held = {name: assembled(given[name].detach()) for name in params}
+    if all(held[name].data_ptr() == p.data_ptr() for name, p in params.items()):
+        raise ValueError("start is the model's own state and changes with it: copy it before "
+                         "training, copy.deepcopy(model.state_dict())")
+    return {id(p): held[name] for name, p in params.items()}
+
 # %% ../../nbs/networks/00_measure.ipynb #cb143976
 def _several(options: Options) -> bool:
     "Whether the sums of several processes are to be combined."
@@ -198,10 +236,13 @@ def _why_missing(run: Measurement, # what was asked for
                  shape: tuple[int, ...], # d' × d
                 ) -> Missing | None:
     "Why a quantity of a matrix does not exist, or None."
-    if q.name not in run.want and q.source is not Source.WEIGHT: return Reason.NOT_ASKED()
+    free = q.source in (Source.WEIGHT, Source.CHANGE)
+    if q.change and not run.start: return Reason.NO_START()
+    if q.name not in run.want and not free: return Reason.NOT_ASKED()
     if q.source is Source.GRADIENT and not x.param.requires_grad: return Reason.FROZEN()
     if q.decays and not run.decay[x.name] > 0: return Reason.NO_DECAY()
-    return side_obstacle(run.options, q.side, kind, shape)
+    either = [side_obstacle(run.options, s, kind, shape) for s in (q.side, q.summed)]
+    return next((why for why in either if why), None)
 
 # %% ../../nbs/networks/00_measure.ipynb #e864e83e
 def _missing(run: Measurement, # what was asked for
@@ -229,13 +270,24 @@ class _Copies:
             self.made[id(p)] = value.to(width(self.run, value), copy=True)
         return self.made[id(p)]
 
+    def change(self, p: Tensor) -> Tensor | None:
+        "What has changed since the start, None where that is not known."
+        if id(p) not in self.run.start: return None
+        P = self(p)
+        return P - self.run.start[id(p)].to(P)
+
 # %% ../../nbs/networks/00_measure.ipynb #223e63c1
-def _use(run: Measurement, part: Part, name: str, P: Tensor) -> Use:
-    "AGOP and eNFA of one use, from the sums; P holds the parameter's values."
-    x = part.matrix
+_CAUSES = {Source.LOSSES: "network's loss", Source.OUTPUTS: "network's output",
+           Source.INPUTS: "sum over inputs"}
+
+def _use(run: Measurement, part: Part, name: str, P: Tensor, D: Tensor | None) -> Use:
+    "AGOP and eNFA of one use, from the sums; P holds the parameter's values, D their change."
+    x, fixed = part.matrix, part.weight is None
     use = Use(name, part.W(P).to(P.dtype), missing=_missing(run, x, part.kind, part.shape),
-              weight_decay=run.decay[x.name])
-    for source, what in ((Source.LOSSES, "network's loss"), (Source.OUTPUTS, "network's output")):
+              weight_decay=run.decay[x.name], change=None if D is None or not fixed else part.W(D))
+    if D is not None and not fixed:
+        use.missing |= {q.name: Reason.COMPUTED() for q in QUANTITIES.values() if q.change}
+    for source, what in _CAUSES.items():
         for side in Side:
             _average(run, use, Outer(source, side), part.use)
         if any(outer.source is source for outer in use.outers): continue
@@ -253,6 +305,8 @@ def _average(run: Measurement, use: Use, outer: Outer, key: str) -> None:
     n, N = run.total.n, run.total.N
     if outer.source is Source.LOSSES:
         use.outers[outer] = groups[0].mul_(n / N**2)
+    elif outer.source is Source.INPUTS:
+        use.outers[outer] = groups[0].div_(run.sums[Slot(Source.INPUTS, key)])
     elif run.found.way == "sketch":
         _average_sketch(run, use, outer.side, groups)
     else:
@@ -351,14 +405,16 @@ def _layer(run: Measurement, e: _Entry, copies: _Copies) -> Layer:
     if G is None and needs_gradient(run, owner):
         for q in run.asked(Source.GRADIENT):
             missing.setdefault(q.name, Reason.NO_EFFECT(what="loss"))
-    uses = {name: _use(run, p, name, P) for name, p in e.parts.items()}
+    D = copies.change(x.param)
+    uses = {name: _use(run, p, name, P, D) for name, p in e.parts.items()}
     layer = Layer(x.name, x.of(P), missing=missing, uses=uses,
                   weight_decay=run.decay[owner.name], frozen=not x.param.requires_grad,
-                  normalised=owner.name in run.seen.normalised, trace_error=_trace_error(run, e))
+                  normalised=owner.name in run.seen.normalised, trace_error=_trace_error(run, e),
+                  change=None if D is None else x.of(D))
     layer.G = None if G is None else x.of(G)
     if not uses:
         why = Reason.UNSEEN(module=type(run.model.get_submodule(x.module)).__name__)
-        for q in (*run.asked(Source.LOSSES), *run.asked(Source.OUTPUTS)):
+        for q in [q for source in _CAUSES for q in run.asked(source)]:
             layer.missing.setdefault(q.name, why)
     elif not layer.shared:
         layer.missing, layer.stderr = uses[x.name].missing | missing, uses[x.name].stderr

@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['QUANTITIES', 'add_gram_', 'mirror_', 'gram', 'nfm', 'bnfm', 'fact', 'bfact', 'residual', 'mean_outer', 'pull_back',
            'row_basis', 'Side', 'Moments', 'similarity_from', 'GradientGrams', 'Grams', 'fact_moments', 'fact_error',
-           'outer_moments', 'form_moments', 'top_eigenvalues', 'Source', 'Variant', 'Quantity', 'register_quantity',
-           'target', 'compared', 'wanted', 'variants', 'Column', 'columns', 'narrow_columns', 'quantities_table']
+           'outer_moments', 'cross_inner', 'form_moments', 'top_eigenvalues', 'Source', 'Variant', 'Quantity',
+           'register_quantity', 'target', 'compared', 'wanted', 'variants', 'Column', 'pair_label', 'columns',
+           'narrow_columns', 'quantities_table']
 
 # %% ../../nbs/networks/01_quantities.ipynb #857a01ea
 import math
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -207,6 +209,13 @@ class Grams:
         return self._of_gradient
 
     @property
+    def T(self) -> "Grams":
+        "The same products, with the two sides exchanged."
+        other = copy(self)
+        other.wide = not self.wide
+        return other
+
+    @property
     def basis(self) -> tuple[Tensor, Tensor]: # Q: m × k, R: k × k with Vᵀ = QR
         "An orthonormal basis of the rows of V, and V in it."
         if self._basis is None:
@@ -246,6 +255,14 @@ def outer_moments(g: Grams, B: Tensor, side: Side) -> Moments: # B: d' × d'
     KB = g.K @ B
     return Moments(_dot(KB, g.K), max(0., _dot(KB, KB.T)), _dot(g.sums, B @ g.sums))
 
+# %% ../../nbs/networks/01_quantities.ipynb #24f52535
+def cross_inner(W: Tensor, # d' × d
+                H: Tensor, # d × d: E[hhᵀ]
+                B: Tensor, # d' × d': beNFA
+               ) -> float:
+    "⟨H, WᵀBW⟩ = ⟨WHWᵀ, B⟩."
+    return _dot(W @ H, B @ W)
+
 # %% ../../nbs/networks/01_quantities.ipynb #1b0bd591
 def _slim_root(T: Tensor, Q: Tensor, power: float) -> Tensor:
     "√(T Tᵀ)."
@@ -278,9 +295,11 @@ def top_eigenvalues(K: Tensor, # symmetric p.s.d.
 class Source(Enum):
     "What a quantity is formed from."
     WEIGHT = "W alone: no data is needed"
+    CHANGE = "W − W₀, the change since the start: no data is needed"
     GRADIENT = "W and G, the gradient of the weight"
     LOSSES = "outer products of loss gradients at the layer's output"
     OUTPUTS = "outer products of output gradients at the layer's output"
+    INPUTS = "outer products of the layer's inputs"
 
 # %% ../../nbs/networks/01_quantities.ipynb #b698eed3
 class Variant(NamedTuple):
@@ -325,6 +344,13 @@ class Quantity:
     # (W, what was added up, λ) → X with matrix = WᵀX (on the output side WXᵀ): tables use it
     factor: Callable[[Tensor, Tensor, float], Tensor] | None = None
     usual: bool = True # measured when nobody names quantities
+    change: bool = False # W − W₀ stands in the place of W: measured when start= is given
+    against: tuple[str, ...] = () # other quantities of its side to compare it with: a column each
+
+    @property
+    def summed(self) -> Side:
+        "The side on which it is added up."
+        return Side.LEFT if self.change else self.side
 
 # %% ../../nbs/networks/01_quantities.ipynb #9b17bd59
 QUANTITIES: dict[str, Quantity] = {}
@@ -384,10 +410,41 @@ _LEFT = (
 for _quantity in _LEFT:
     register_quantity(_quantity)
 
+# %% ../../nbs/networks/01_quantities.ipynb #17c7f9e6
+_CHANGE = (
+    Quantity(
+        "cnfm", "cNFM", "cNFM", "$\\Delta^\\top\\Delta$ of the change $\\Delta=W-W_0$",
+        Side.RIGHT, Source.CHANGE, lambda D, _, lam: nfm(D), "NFM", "nfm", target=True,
+        usual=False, change=True),
+    Quantity(
+        "cagop", "cAGOP", "cAGOP", "$\\Delta^\\top\\,\\mathrm{bAGOP}\\,\\Delta$, beside cNFM",
+        Side.RIGHT, Source.OUTPUTS, lambda D, B, lam: pull_back(D, B), "AGOP", "pull_back",
+        factor=lambda D, B, lam: B @ D, usual=False, change=True)
+)
+for _quantity in _CHANGE:
+    register_quantity(_quantity)
+
+# %% ../../nbs/networks/01_quantities.ipynb #457fec4f
+_INPUTS = (
+    Quantity(
+        "hcov", "E[hhᵀ]", "$\\mathbb E[hh^\\top]$", "second moment of the layer's inputs",
+        Side.RIGHT, Source.INPUTS, lambda W, mean, lam: mean, "inputs", "mean_outer",
+        factor=lambda W, H, lam: H, usual=False, against=("enfa",)),
+    Quantity(
+        "bhcov", "E[zzᵀ]", "$W\\,\\mathbb E[hh^\\top]\\,W^\\top$", "the same of $z=Wh$",
+        Side.LEFT, Source.INPUTS, lambda W, mean, lam: mean, "inputs", "pull_back",
+        factor=lambda W, H, lam: H, usual=False, against=("benfa",))
+)
+for _quantity in _INPUTS:
+    register_quantity(_quantity)
+
 # %% ../../nbs/networks/01_quantities.ipynb #6fc0fc6e
-def target(side: Side) -> Quantity:
-    "What the quantities of a side are compared with: WᵀW or WWᵀ."
-    return next(q for q in QUANTITIES.values() if q.side is side and q.target)
+def target(side: Side, # of the layer
+           change: bool = False, # of the change since the start
+          ) -> Quantity:
+    "What the quantities of a side are compared with: WᵀW, WWᵀ, or ΔᵀΔ."
+    return next(q for q in QUANTITIES.values()
+                if q.side is side and q.target and q.change is change)
 
 # %% ../../nbs/networks/01_quantities.ipynb #4d433dcf
 def compared(side: Side) -> list[Quantity]:
@@ -395,11 +452,13 @@ def compared(side: Side) -> list[Quantity]:
     return [q for q in QUANTITIES.values() if q.side is side and not q.target]
 
 # %% ../../nbs/networks/01_quantities.ipynb #d2ec8f74
-def wanted(quantities: Iterable[str] | None) -> tuple[str, ...]: # all by default
+def wanted(quantities: Iterable[str] | None, # names; by default the paper's
+           started: bool = False, # the weights before training are known
+          ) -> tuple[str, ...]:
     "The quantities asked for, checked."
     known = list(QUANTITIES)
-    if quantities is None: return tuple(q for q in known if QUANTITIES[q].usual)
-    if isinstance(quantities, str): return wanted([quantities])
+    if quantities is None: return tuple(q for q in known if _is_usual(QUANTITIES[q], started))
+    if isinstance(quantities, str): return wanted([quantities], started)
     if not isinstance(quantities, Iterable):
         raise TypeError(f"quantities must be a list of names, not {quantities!r}: "
                         f"choose from {known}")
@@ -408,6 +467,10 @@ def wanted(quantities: Iterable[str] | None) -> tuple[str, ...]: # all by defaul
     wrong = sorted(set(names) - set(known))
     if wrong: raise ValueError(f"unknown quantities {wrong}: choose from {known}")
     return names
+
+def _is_usual(q: Quantity, started: bool) -> bool:
+    "Whether a quantity is measured when nobody names quantities."
+    return q.usual or (q.change and started)
 
 # %% ../../nbs/networks/01_quantities.ipynb #046a5d27
 def variants(name: str, # a label: "FACT", "bAGOP", …
@@ -430,11 +493,17 @@ class Column(NamedTuple):
     followed: bool = False # drawn over training
 
 # %% ../../nbs/networks/01_quantities.ipynb #8d42ed1b
+def pair_label(q: Quantity, other: Quantity) -> str:
+    "The column in which two quantities are compared, neither of them the NFM."
+    return f"{q.label}~{other.label}"
+
 def _columns_of(q: Quantity, power: float) -> Iterator[Column]:
     "The columns of one quantity: itself, its relative error, its other forms."
     yield Column(q.label, q.family, followed=True)
     if q.equality:
         yield Column(f"r({q.label})", q.family, error=True)
+    for other in q.against:
+        yield Column(pair_label(q, QUANTITIES[other]), q.family)
     for form in q.forms:
         yield Column(form.label(q.label, power), form.look, followed=form.followed)
     if q.equality and q.side is Side.RIGHT:
@@ -455,16 +524,19 @@ def _main_column(q: Quantity, power: float, symmetrise: bool) -> str:
     return main[0] if main else q.label
 
 # %% ../../nbs/networks/01_quantities.ipynb #0c77dab4
+def _few_columns(q: Quantity, power: float, symmetrise: bool) -> Iterator[str]:
+    "The columns of one quantity that a narrow table shows."
+    yield _main_column(q, power, symmetrise)
+    if q.equality:
+        yield f"r({q.label})"
+    yield from (pair_label(q, QUANTITIES[other]) for other in q.against)
+
 def narrow_columns(side: Side, # of which side
                    power: float = .5, # exponent of AGOP
                    symmetrise: bool = True, # whether forms were computed
                   ) -> list[str]:
     "The columns that answer the question and fit a terminal."
-    names = []
-    for q in compared(side):
-        names.append(_main_column(q, power, symmetrise))
-        if q.equality:
-            names.append(f"r({q.label})")
+    names = [name for q in compared(side) for name in _few_columns(q, power, symmetrise)]
     return names + ["residual"]
 
 # %% ../../nbs/networks/01_quantities.ipynb #6c53fadc

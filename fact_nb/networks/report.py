@@ -49,10 +49,15 @@ class Use:
     stderr: dict[str, float] = field(default_factory=dict) # of sketched AGOP, relative
     held: dict[str, Tensor] = field(default_factory=dict) # put in by hand, in place of the formula
     weight_decay: float = 0. # λ
+    change: Tensor | None = None # W − W₀, d' × d, where the start is known
 
     def has(self, q: str) -> bool:
         "Whether a quantity exists here."
-        return q not in self.missing and QUANTITIES[q].source is not Source.GRADIENT
+        quantity = QUANTITIES[q]
+        if q in self.missing or quantity.source is Source.GRADIENT: return False
+        if quantity.change and self.change is None: return False
+        seen = any(outer.source is Source.INPUTS for outer in self.outers)
+        return seen or quantity.source is not Source.INPUTS
 
     def get(self, q: str) -> Tensor:
         "A quantity, formed now and not kept."
@@ -61,7 +66,7 @@ class Use:
             why = self.missing[q]
             raise ValueError(f"{quantity.label} of {self.name!r} was not measured: {why}")
         if q in self.held: return self.held[q]
-        return quantity.form(self.W, self._added_up(quantity), self.weight_decay)
+        return quantity.form(_base(self, quantity), self._added_up(quantity), self.weight_decay)
 
     def _added_up(self, q: Quantity) -> Tensor: return _added_up(self, q)
 
@@ -76,13 +81,19 @@ class Use:
         return f"{type(self).__name__}({self.name!r}, {size}, missing: {gone})"
 
 # %% ../../nbs/networks/06_report.ipynb #eaa5cee3
+def _base(use: Use, q: Quantity) -> Tensor: # d' × d
+    "What stands in the place of W in the formula of a quantity."
+    return use.change if q.change and use.change is not None else use.W
+
 def _added_up(use: Use, q: Quantity) -> Tensor:
-    "What a quantity of one use is formed from: W, or the average on its side."
-    if q.source is Source.WEIGHT: return use.W
+    "What a quantity of one use is formed from: W, its change, or the average on its side."
+    if q.source in (Source.WEIGHT, Source.CHANGE): return _base(use, q)
     if q.source is Source.GRADIENT:
         raise ValueError(f"{q.label} belongs to the weight as a whole: read it of the layer")
-    own = Outer(q.source, q.side)
+    own = Outer(q.source, q.summed)
     if own in use.outers: return use.outers[own]
+    if q.source is Source.INPUTS:
+        return quantities.pull_back(use.W.T, use.outers[Outer(q.source, Side.RIGHT)])
     return quantities.pull_back(use.W, use.outers[Outer(q.source, Side.LEFT)])
 
 # %% ../../nbs/networks/06_report.ipynb #7557a2f9
@@ -132,12 +143,13 @@ class Layer(Use):
         source = QUANTITIES[q].source
         if q in self.missing: return False
         if source is Source.WEIGHT: return True
+        if source is Source.CHANGE: return self.change is not None
         if source is Source.GRADIENT: return self.G is not None
         return not self.shared and self.name in self.uses and self.uses[self.name].has(q)
 
     def get(self, q: str) -> Tensor:
         "A quantity of this layer, formed now and not kept."
-        of_weight = QUANTITIES[q].source in (Source.WEIGHT, Source.GRADIENT)
+        of_weight = QUANTITIES[q].source in (Source.WEIGHT, Source.CHANGE, Source.GRADIENT)
         if of_weight or q in self.held: return super().get(q)
         if self.shared:
             raise ValueError(f"the weight {self.name!r} is used by {list(self.uses)}: "
@@ -216,21 +228,42 @@ def _inner(A: Tensor, B: Tensor) -> float:
     return float((A.to(wide) * B.to(wide)).sum())
 
 # %% ../../nbs/networks/06_report.ipynb #623ec6e6
+def _outer(use: Use, source: Source, side: Side) -> Tensor | None:
+    "An averaged outer product of a layer or of one use."
+    owner = use.uses.get(use.name) if isinstance(use, Layer) else use
+    return owner.outers.get(Outer(source, side)) if owner else None
+
 def _left_outer(use: Use, q: Quantity) -> Tensor | None:
     "The averaged outer product at the output, from which a quantity is made."
     if q.factor is None or q.name in use.held: return None
-    source = use.uses[use.name] if isinstance(use, Layer) else use
-    return source.outers.get(Outer(q.source, Side.LEFT))
+    return _outer(use, q.source, Side.LEFT)
+
+def _moments(use: Use, q: Quantity, g: Grams) -> Moments | None:
+    "Moments of a quantity beside its NFM, on the smaller side; None where they are not known."
+    if q.factor is None or q.name in use.held: return None
+    if q.source is Source.GRADIENT:
+        return quantities.fact_moments(g, use._added_up(q), use.weight_decay, q.side)
+    if q.source is Source.INPUTS:
+        H = _outer(use, q.source, Side.RIGHT)
+        other = Side.LEFT if q.side is Side.RIGHT else Side.RIGHT
+        return None if H is None else quantities.outer_moments(g.T, H, other)
+    B = _left_outer(use, q)
+    return None if B is None else quantities.outer_moments(g, B, q.side)
 
 def _plain(use: Use, q: Quantity, g: Grams) -> ComparedPair | None:
     "A quantity beside its NFM on the smaller side; None where that is not known."
-    own, entries = g.own(q.side), g.entries(q.side)
-    if q.factor is None or q.name in use.held or target(q.side).name in use.held: return None
-    if q.source is Source.GRADIENT:
-        a = quantities.fact_moments(g, use._added_up(q), use.weight_decay, q.side)
-        return ComparedPair(a, own, entries)
-    B = _left_outer(use, q)
-    return None if B is None else ComparedPair(quantities.outer_moments(g, B, q.side), own, entries)
+    a = None if target(q.side, q.change).name in use.held else _moments(use, q, g)
+    return None if a is None else ComparedPair(a, g.own(q.side), g.entries(q.side))
+
+# %% ../../nbs/networks/06_report.ipynb #170dec75
+def _pair(use: Use, q: Quantity, other: Quantity, g: Grams) -> ComparedPair:
+    "A quantity beside another one of its side."
+    H, B = _outer(use, q.source, Side.RIGHT), _outer(use, other.source, Side.LEFT)
+    a, b = _moments(use, q, g), _moments(use, other, g)
+    if H is None or B is None or a is None or b is None:
+        return _by_matrices(use.get(other.name), use.get(q.name))
+    a = a._replace(inner=quantities.cross_inner(use.W, H, B))
+    return ComparedPair(a, b, g.entries(q.side))
 
 # %% ../../nbs/networks/06_report.ipynb #85f51e07
 def _form(use: Use, q: Quantity, form: Variant, g: Grams, power: float) -> ComparedPair:
@@ -240,9 +273,9 @@ def _form(use: Use, q: Quantity, form: Variant, g: Grams, power: float) -> Compa
         if q.source is Source.GRADIENT:
             X = q.factor(use.W, use._added_up(q), use.weight_decay)
         elif (B := _left_outer(use, q)) is not None and g.wide:
-            X = q.factor(use.W, B, use.weight_decay)
+            X = q.factor(_base(use, q), B, use.weight_decay)
     if X is None:
-        N = use.get(target(q.side).name)
+        N = use.get(target(q.side, q.change).name)
         return _by_matrices(N, form.of(use.get(q.name), power, None))
     Q, R = g.basis
     S = form.slim(R @ (X if g.wide else X.T), Q, power)                            # type: ignore
@@ -251,8 +284,11 @@ def _form(use: Use, q: Quantity, form: Variant, g: Grams, power: float) -> Compa
 # %% ../../nbs/networks/06_report.ipynb #49efd58c
 def _quantity(use: Use, q: Quantity, g: Grams, look: _Look) -> dict[str, ComparedPair]: # by column
     "A quantity and its forms."
-    plain = _plain(use, q, g) or _by_matrices(use.get(target(q.side).name), use.get(q.name))
+    own = target(q.side, q.change).name
+    plain = _plain(use, q, g) or _by_matrices(use.get(own), use.get(q.name))
     found = {q.label: plain}
+    for other in [QUANTITIES[name] for name in q.against if use.has(name)]:
+        found[quantities.pair_label(q, other)] = _pair(use, q, other, g)
     for form in q.forms if look.symmetrise else ():
         name = form.label(q.label, look.power)
         if look.shows(name):
@@ -273,9 +309,12 @@ def _rows_by_kind(use: Use, # a layer or one use of it
                  ) -> dict[str, dict[str, float]]: # kind → column → value
     "All similarities of one layer or use, with the residual if there is one."
     rows: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    changed = None if use.change is None or not use.has("cnfm") else Grams(use.change)
     for q in [q for side in Side for q in compared(side)]:
-        if not use.has(q.name) or not use.has(target(q.side).name): continue
-        found = _quantity(use, q, g, look)
+        products = changed if q.change else g
+        if products is None or not use.has(q.name): continue
+        if not use.has(target(q.side, q.change).name): continue
+        found = _quantity(use, q, products, look)
         error = {f"r({q.label})": _error(use, q, g)} if q.equality else {}
         for kind, row in rows.items():
             row |= {name: c.alike(kind) for name, c in found.items()} | error
@@ -342,6 +381,12 @@ class Report:
     def spectra(self) -> pd.DataFrame: # one row per layer
         "Trace, largest eigenvalues and stable rank of WᵀW, and what FACT's trace says."
         return pd.DataFrame({k: spectra_of(layer) for k, layer in self.entries.items()}).T
+
+    def alignments(self,
+                   similarity: str = "cosine", # or "pearson"
+                  ) -> pd.DataFrame: # one row per layer
+        "The six alignments of the canonical representation hypothesis, and the centred NFC."
+        return _alignments(self, similarity)
 
     def verdicts(self) -> pd.DataFrame: # one row per layer
         "Layer by layer: does FACT hold, and with which error bar."
@@ -430,6 +475,18 @@ def _narrow(frame: pd.DataFrame, look: _Look) -> pd.DataFrame:
         if set(there) - {"residual"}: return frame[there]
     return frame
 
+# %% ../../nbs/networks/06_report.ipynb #a2f8d46c
+_ALIGNMENTS = {
+    "WᵀW ~ ggᵀ": "eNFA", "WᵀW ~ hhᵀ": "E[hhᵀ]", "hhᵀ ~ ggᵀ": "E[hhᵀ]~eNFA",
+    "WWᵀ ~ ggᵀ": "beNFA", "WWᵀ ~ zzᵀ": "E[zzᵀ]", "zzᵀ ~ ggᵀ": "E[zzᵀ]~beNFA",
+    "NFC": "AGOP", "centred NFC": "cAGOP"}
+
+def _alignments(rep: Report, similarity: str) -> pd.DataFrame:
+    "Columns of the wide table under the names of the works that use them."
+    frame = _table(rep, similarity, wide=True, symmetrise=False)
+    shown = {name: column for name, column in _ALIGNMENTS.items() if column in frame}
+    return frame[list(shown.values())].set_axis(list(shown), axis=1)
+
 # %% ../../nbs/networks/06_report.ipynb #7281aa7f
 def verdict(layer: Layer) -> str:
     "Whether FACT holds in a layer, in a word or two."
@@ -496,6 +553,8 @@ def _explain(rep: Report) -> str:
 def _stored(use: Use, at: str, arrays: dict[str, np.ndarray]) -> dict:
     "What JSON says about a use; its tensors go to `arrays` under names that begin with `at`."
     arrays[f"{at}W"] = use.W.cpu().numpy() if use.W.device.type != "meta" else np.empty(0)
+    if use.change is not None:
+        arrays[f"{at}change"] = use.change.cpu().numpy()
     for outer, A in use.outers.items():
         arrays[f"{at}{outer.source.name}.{outer.side.name}"] = A.cpu().numpy()
     missing = {q: (m.reason.name, m.numbers) for q, m in use.missing.items()}
@@ -527,11 +586,12 @@ def _restored(entry: dict, at: str, arrays: dict[str, np.ndarray]) -> dict:
     "The fields of a use, read back."
     W = arrays[f"{at}W"]
     kept = torch.from_numpy(W) if W.size else torch.empty(entry["shape"], device="meta")
+    change = torch.from_numpy(arrays[f"{at}change"]) if f"{at}change" in arrays else None
     missing = {q: Missing(Reason[name], numbers) for q, (name, numbers) in entry["missing"].items()}
     outers = {Outer(source, side): torch.from_numpy(arrays[key]) for source in Source
               for side in Side if (key := f"{at}{source.name}.{side.name}") in arrays}
     return dict(name=entry["name"], W=kept, outers=outers, missing=missing,
-                stderr=entry["stderr"], weight_decay=entry["weight_decay"])
+                stderr=entry["stderr"], weight_decay=entry["weight_decay"], change=change)
 
 # %% ../../nbs/networks/06_report.ipynb #4b074eff
 def _load(path: str | Path) -> Report:

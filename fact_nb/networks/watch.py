@@ -48,8 +48,10 @@ def tidy(rep: Report, # what was measured
 def with_targets(quantities: Sequence[str] | None = None, # names, or all of the input side
                 ) -> tuple[str, ...]:
     "The quantities, and the NFM of each side on which there is one."
-    names = wanted([q.name for q in compared(Side.RIGHT)] if quantities is None else quantities)
-    targets = {target(QUANTITIES[q].side).name for q in names}
+    names = wanted([q.name for q in compared(Side.RIGHT) if q.usual] if quantities is None
+                   else quantities)
+    found = [QUANTITIES[q] for q in names]
+    targets = {target(q.side, q.change).name for q in found}
     return tuple(dict.fromkeys((*names, *sorted(targets))))
 
 # %% ../../nbs/networks/10_watch.ipynb #eaaa3f64

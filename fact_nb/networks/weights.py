@@ -117,6 +117,8 @@ class Reason(Enum):
     TOO_LARGE = "its {side} side is {d} × {d}: max_dim={limit}"
     VOCABULARY = ("its {side} side is {d} × {d}: an embedding's V × V side "
                   'is formed only with embedding="both"')
+    NO_START = "the weights before training are not known: pass start="
+    COMPUTED = "it is computed from a parameter, so its change since the start is not known"
     FROZEN = "the layer is frozen (requires_grad is False), so it is at no critical point"
     NO_DECAY = "its weight_decay is 0, and FACT divides by it"
     SUMMARY = 'only its summary was kept: measure with keep="matrices"'

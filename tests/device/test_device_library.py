@@ -93,6 +93,23 @@ def test_measure(name, device):
     same_table(a[shared], b[shared])
 
 
+@pytest.mark.parametrize("name", NETS)
+def test_alignments(name, device):
+    "The inputs of each kind of layer, and the change since the start."
+    make, (x, y), loss = NETS[name]
+    asked = ["enfa", "benfa", "hcov", "bhcov", "cnfm"]
+    found = []
+    for where in ("cpu", device):
+        model = network(make, where).eval()
+        before = {k: 2 * v for k, v in model.state_dict().items()}
+        found.append(measure(model, loss, [(x[:4], y[:4]), (x[4:], y[4:])], 1e-2,
+                             quantities=asked, start=before))
+    host, there = found
+    assert all(u.hcov.device == device for e in there.entries.values() for u in e.uses.values()
+               if u.has("hcov"))
+    same_table(host.alignments(), there.alignments())
+
+
 def test_measure_without_float64(narrow):
     make, (x, y), loss = NETS["mlp"]
     host, there = (measure(network(make, w), loss, [(x, y)], 1e-2) for w in ("cpu", narrow))
