@@ -28,7 +28,7 @@ from fastcore.docments import ShowDocRenderer
 
 import fact_nb
 from .. import _modidx
-from ..explain import comments_of, default_in_words, type_in_words
+from ..explain import comments_of, default_in_words, method_comments, type_in_words
 
 # %% ../../nbs/lab/20_documentation.ipynb #a928c75b
 INDEX: dict[str, Any] = _modidx.d
@@ -270,17 +270,21 @@ def parameter_table(obj: Callable, # a function or a class
 # %% ../../nbs/lab/20_documentation.ipynb #b5f62069
 class Member(NamedTuple):
     "A public method or property of a class."
-    name: str
+    name: str # as one calls it
     owner: type # the class that writes it
     obj: Any # the function behind it
-    is_property: bool
+    is_property: bool # read without a call
 
 # %% ../../nbs/lab/20_documentation.ipynb #af86c5aa
-def members(cls: type) -> Iterator[Member]:
+def _own_classes(cls: type) -> list[type]:
+    "A class and those it inherits from, as far as this package wrote them."
+    return [c for c in cls.__mro__ if c.__module__.startswith(("fact_nb", "__main__"))]
+
+def members(cls: type, # of this package
+           ) -> Iterator[Member]:
     "Public methods and properties that this package wrote, those of the class itself first."
     seen: set[str] = set()
-    for owner in cls.__mro__:
-        if not owner.__module__.startswith(("fact_nb", "__main__")): continue
+    for owner in _own_classes(cls):
         for name, raw in vars(owner).items():
             if name in seen or (name.startswith("_") and name != "__call__"): continue
             obj = getattr(raw, "__func__", None) or getattr(raw, "fget", None) or raw
@@ -290,15 +294,20 @@ def members(cls: type) -> Iterator[Member]:
             yield Member(name, owner, obj, not callable(getattr(owner, name)))
 
 # %% ../../nbs/lab/20_documentation.ipynb #0b910bc8
+def _meaning_of(cls: type, name: str) -> str:
+    "The docstring of a method, or of the one that it overrides."
+    said = (getattr(vars(c).get(name), "__doc__", None) for c in _own_classes(cls))
+    return inspect.cleandoc(next((text for text in said if text), "")).split("\n\n")[0]
+
+# %% ../../nbs/lab/20_documentation.ipynb #fe70ce45
 def _member_row(cls: type, m: Member, v: Vocabulary) -> tuple[str, str]:
     "Call and meaning of a method, its parameters in one line below."
     name = "" if m.name == "__call__" else m.name
     call = m.name if m.is_property else call_of(m.obj, name or "()").replace("()(", "(")
-    notes = {k: t for k, t in comments_of(m.obj).items() if k != "return" and t}
-    kept = {p.name for p in _parameters(m.obj)}
-    told = "; ".join(f"<code>{k}</code> {_words(t, v)}" for k, t in notes.items() if k in kept)
-    first = _words(inspect.cleandoc(m.obj.__doc__ or "").split("\n\n")[0], v)
-    meaning = first + (f"<br><small>{told}</small>" if told else "")
+    notes = method_comments(cls, m.name)
+    told = "; ".join(f"<code>{p.name}</code> {_words(notes[p.name], v)}"
+                     for p in _parameters(m.obj) if notes.get(p.name))
+    meaning = _words(_meaning_of(cls, m.name), v) + (f"<br><small>{told}</small>" if told else "")
     anchor = f"{cls.__name__}.{m.name}".lower()
     return f'<code id="{anchor}">{escape(call)}</code>', meaning
 
