@@ -13,7 +13,8 @@ import nbformat
 import pytest
 from test_house import modules
 
-from fact_nb.lab.documentation import Vocabulary, entry, places
+from fact_nb.explain import comments_of, method_comments
+from fact_nb.lab.documentation import Vocabulary, entry, members, places
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESS = "from nbdev.serve import proc_nbs; proc_nbs(n_workers=0)"
@@ -183,6 +184,44 @@ def test_what_most_readers_need_is_explained_in_full():
         assert len(rows) >= len(inspect.signature(obj).parameters) - 1, obj
         empty = [name for name, cells in rows if cells.endswith("<td></td>")]
         assert not empty, (obj, empty)
+
+
+EXPLAINED = ("networks", "machines", "data") # rooms in which every parameter has its meaning
+
+
+def silent(obj) -> list[str]:
+    "Parameters without a meaning, those of public methods included."
+    shown = "```python" in entry(obj, f"{obj.__module__}.{obj.__qualname__}", Vocabulary("page.html"))
+    given, said = inspect.signature(obj).parameters if shown else (), comments_of(obj)
+    found = [p for p in given if not said.get(p)]
+    for m in members(obj) if inspect.isclass(obj) else ():
+        said = method_comments(obj, m.name)
+        names = set(inspect.signature(m.obj).parameters) - {"self", "cls"}
+        found += [f"{m.name}: {p}" for p in names if not said.get(p)]
+    return found
+
+
+def test_every_parameter_of_the_library_has_a_meaning():
+    names = [n for n in offered() if n.split(".")[1] in EXPLAINED]
+    assert len(names) > 300
+    unexplained = {n: found for n in names if (found := silent(of(n)))}
+    assert not unexplained
+
+
+class Half:
+    "One parameter has a meaning, one has not; its method has none."
+    __module__ = "fact_nb.made_up" # only what the package wrote is looked at
+
+    def __init__(self,
+                 a, # a number
+                 b,
+                ): self.a, self.b = a, b
+
+    def more(self, c): "Nothing."
+
+
+def test_a_parameter_without_a_meaning_is_found():
+    assert silent(Half) == ["b", "more: c"]
 
 
 # Links.

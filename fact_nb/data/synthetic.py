@@ -100,13 +100,14 @@ class Modular:
     "All pairs of a modular operation, split at random into training and test."
     X: Tensor # n × 2p, one-hot a then one-hot b
     Y: Tensor # n × p, one-hot result
-    X_test: Tensor
-    Y_test: Tensor
+    X_test: Tensor # like X
+    Y_test: Tensor # like Y
     pairs: Tensor # n × 2 integers (a, b)
-    pairs_test: Tensor
+    pairs_test: Tensor # like pairs
 
 # %% ../../nbs/data/01_synthetic.ipynb #b0b89ea0
-def is_prime(p: int) -> bool:
+def is_prime(p: int, # a whole number
+            ) -> bool:
     "Whether p is prime, by trial division."
     return p > 1 and all(p % q for q in range(2, math.isqrt(p) + 1))
 
@@ -131,7 +132,7 @@ def modular_pairs(p: int, # the modulus
 # %% ../../nbs/data/01_synthetic.ipynb #78caf225
 def one_hot(index: Tensor, # integers 0 … c−1
             c: int, # number of classes
-            dtype: torch.dtype = torch.float64,
+            dtype: torch.dtype = torch.float64, # of the rows
            ) -> Tensor: # n × c
     "Rows of the identity matrix."
     return torch.nn.functional.one_hot(index.long(), c).to(dtype)
@@ -142,7 +143,7 @@ def modular(p: int = 61, # the modulus
             fraction: float = .5, # part of the pairs that trains
             seed: int = 0, # decides the split
             nonzero: bool = False, # leave out pairs with a zero
-            dtype: torch.dtype = torch.float64,
+            dtype: torch.dtype = torch.float64, # of inputs and targets
            ) -> Modular:
     "Modular arithmetic as one-hot vectors, split at random into training and test pairs."
     if not 0 < fraction <= 1: raise ValueError(f"fraction must lie in (0, 1], not {fraction!r}")
@@ -167,7 +168,8 @@ def primitive_root(p: int # a prime
     return next(g for g in range(1, p) if all(pow(g, (p - 1) // q, p) != 1 for q in factors))
 
 # %% ../../nbs/data/01_synthetic.ipynb #ea444a66
-def log_order(p: int) -> Tensor: # p: 0, g⁰, g¹, …, g^{p−2}
+def log_order(p: int, # a prime
+             ) -> Tensor: # p: 0, g⁰, g¹, …, g^{p−2}
     "The residues mod p with the nonzero ones sorted by discrete logarithm."
     g = primitive_root(p)
     return torch.tensor([0] + [pow(g, i, p) for i in range(p - 1)])
@@ -196,7 +198,7 @@ def deep_linear(n: int = 5000, # samples
                 d: int = 10, # input dimension
                 c: int = 5, # output dimension
                 seed: int = 0, # decides W* and the inputs
-                dtype: torch.dtype = torch.float64,
+                dtype: torch.dtype = torch.float64, # of inputs and targets
                ) -> DeepLinear:
     "x ~ N(0, I), y = W* x, with a random Gaussian W*."
     for name, value in (("n", n), ("d", d), ("c", c)):

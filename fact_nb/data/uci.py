@@ -348,10 +348,10 @@ Rows = tuple[Tensor, Tensor] # row numbers: to fit on, to score on
 @dataclass(frozen=True)
 class Table:
     "A classification table with its official splits."
-    name: str
+    name: str # as in META
     X: Tensor # n × d, float64, standardised over all rows
     y: Tensor # n, classes 0 … c−1
-    n_classes: int
+    n_classes: int # c
     train: Tensor # rows to fit on while settings are selected
     validation: Tensor # rows to compare settings on
     folds: tuple[Rows, ...] # four times train and test rows, for the final score

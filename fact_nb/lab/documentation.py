@@ -181,16 +181,17 @@ def _words(comment: str, v: Vocabulary) -> str:
     return "".join(shown)
 
 # %% ../../nbs/lab/20_documentation.ipynb #f586afb3
-def _written(cls: type) -> set[str]:
-    "Names that a class or an ancestor of it defines, `object` not counted."
-    return {name for c in cls.__mro__[:-1] for name in vars(c)}
+def _own_classes(cls: type) -> list[type]:
+    "A class and those it inherits from, as far as this package wrote them."
+    return [c for c in cls.__mro__ if c.__module__.startswith(("fact_nb", "__main__"))]
 
 def _signature(obj: Callable) -> inspect.Signature | None:
     "Of a function or a class of this package; None where there is nothing to pass."
     if isinstance(obj, type) and issubclass(obj, (Enum, BaseException)):
         return None
-    if isinstance(obj, type) and not {"__init__", "__new__"} & _written(obj):
-        return None
+    if isinstance(obj, type):
+        written = {name for c in _own_classes(obj) for name in vars(c)}
+        if not {"__init__", "__new__"} & written: return None
     try:
         return inspect.signature(obj)
     except (TypeError, ValueError):
@@ -276,10 +277,6 @@ class Member(NamedTuple):
     is_property: bool # read without a call
 
 # %% ../../nbs/lab/20_documentation.ipynb #af86c5aa
-def _own_classes(cls: type) -> list[type]:
-    "A class and those it inherits from, as far as this package wrote them."
-    return [c for c in cls.__mro__ if c.__module__.startswith(("fact_nb", "__main__"))]
-
 def members(cls: type, # of this package
            ) -> Iterator[Member]:
     "Public methods and properties that this package wrote, those of the class itself first."

@@ -57,7 +57,8 @@ class Rules:
     def learners(self) -> list[str]: return [m for m in self.methods if m in LEARNERS]
 
 # %% ../../nbs/machines/09_batched.ipynb #49e5e5d9
-def scalings(X: Tensor) -> dict[bool, Tensor]: # normalised? -> n × d
+def scalings(X: Tensor, # n × d rows as they come
+            ) -> dict[bool, Tensor]: # normalised? -> n × d
     "The rows as they are tried: scaled to unit length, and as they come."
     norm = X.norm(dim=1, keepdim=True)
     return ({True: X / norm} if (norm > 0).all() else {}) | {False: X}
@@ -67,13 +68,14 @@ def scalings(X: Tensor) -> dict[bool, Tensor]: # normalised? -> n × d
 class Choice:
     "A setting that was selected, with what it scored on the validation rows."
     right: int # validation rows predicted right
-    ridge: float
-    normalised: bool
-    iterate: int
+    ridge: float # nλ
+    normalised: bool # were the rows scaled to unit length?
+    iterate: int # updates of M; 0 is kernel regression
     M: Tensor | None # d × d; None is the identity
 
 # %% ../../nbs/machines/09_batched.ipynb #e5dc5440
-def first_best(found: list[Choice]) -> Choice: # in the order of the search
+def first_best(found: list[Choice], # in the order of the search
+              ) -> Choice:
     "The first choice that no other exceeds."
     return max(found, key=lambda c: c.right) # max keeps the first
 
@@ -129,7 +131,7 @@ def solve_lu(A: Tensor, # n × n
     return X * float("nan") if info or not torch.isfinite(A).all() else X
 
 # %% ../../nbs/machines/09_batched.ipynb #4cd5925d
-def fit_stack(rules: Rules,
+def fit_stack(rules: Rules, # gives the bandwidth
               X: Tensor, # n × d, centred
               Y: Tensor, # n × c
               M: Tensor, # B × d × d, or 1 × d × d for all ridges
@@ -182,7 +184,7 @@ def agop_stack(C: Tensor, # B × n × n
 # %% ../../nbs/machines/09_batched.ipynb #e5d1a361
 def solve_refined(K: Tensor, # n × n; its upper triangle is read
                   Y: Tensor, # n × c
-                  ridge: float,
+                  ridge: float, # nλ
                   A: Tensor, # n × n, K in float32; becomes its factor
                  ) -> Tensor | None: # n × c, or None when float32 is not enough
     "(K + ridge I)⁻¹ Y from a float32 factor."
@@ -199,7 +201,7 @@ def solve_refined(K: Tensor, # n × n; its upper triangle is read
 # %% ../../nbs/machines/09_batched.ipynb #c4adfc02
 def solve_sketched(K: Tensor, # n × n, both triangles
                    Y: Tensor, # n × c
-                   ridge: float,
+                   ridge: float, # nλ
                    A: Tensor, # n × n, K in float32
                    sketch: Nystrom, # of K
                   ) -> Tensor | None: # n × c, or None when 200 products are not enough
@@ -219,7 +221,7 @@ ROOM = 15e9 # bytes that K, C and K in float32 may take
 @dataclass
 class Search:
     "The rows of one scaling, with room for the matrices of one machine."
-    rules: Rules
+    rules: Rules # what is tried
     X: Tensor # n × d, rows to fit on, centred
     Y: Tensor # n × c, one-hot
     V: Tensor # m × d, rows to compare settings on, centred like X
@@ -247,7 +249,7 @@ class Search:
         return max(1, 2**18 // len(self.X)**2)
 
 # %% ../../nbs/machines/09_batched.ipynb #1b91c9b9
-def predict(rules: Rules,
+def predict(rules: Rules, # gives the kernel
             Z: Tensor, # m × d
             X: Tensor, # n × d
             M: Tensor | None, # d × d; None is the identity
@@ -260,9 +262,9 @@ def predict(rules: Rules,
     return torch.cat([K @ alpha for K in parts])
 
 # %% ../../nbs/machines/09_batched.ipynb #f53c16a7
-def sketch_of(s: Search,
+def sketch_of(s: Search, # the rows
               M: Tensor | None, # d × d
-              ridges: tuple[float, ...],
+              ridges: tuple[float, ...], # that will be solved for
              ) -> Nystrom | None: # none where M has no digits left in float32
     "A sketch of K where products are cheaper than a factor."
     if not s.in_float32 or len(s.X) < SKETCH or max(ridges) < .1: return None
@@ -273,10 +275,10 @@ def sketch_of(s: Search,
         return None
 
 # %% ../../nbs/machines/09_batched.ipynb #a6869a62
-def solve_float32(s: Search,
+def solve_float32(s: Search, # the rows, with room for K in float32
                   K: Tensor, # n × n
-                  ridge: float,
-                  sketch: Nystrom | None,
+                  ridge: float, # nλ
+                  sketch: Nystrom | None, # of K; None where a factor is cheaper
                  ) -> Tensor | None: # n × c; None where that does not get there
     "(K + ridge I)⁻¹ Y with the help of float32."
     if not s.in_float32: return None
@@ -288,9 +290,9 @@ def solve_float32(s: Search,
     return solve_refined(K, s.Y, ridge, A) if ridge >= 1e-7 * len(s.X) else None
 
 # %% ../../nbs/machines/09_batched.ipynb #bb92acc3
-def fit_one(s: Search,
+def fit_one(s: Search, # the rows; receives K and C
             M: Tensor | None, # d × d; None is the identity
-            ridges: tuple[float, ...],
+            ridges: tuple[float, ...], # nλ, one machine each
             coef: bool = True, # also C
            ) -> list[Tensor]: # α for each ridge
     "Kernel machines of one metric; K and C are left in the search."
@@ -342,7 +344,8 @@ def next_metric(method: str, # one of LEARNERS
         return M * float("nan")
 
 # %% ../../nbs/machines/09_batched.ipynb #2bed3b5b
-def core_of(method: str) -> str:
+def core_of(method: str, # one of LEARNERS
+           ) -> str:
     "What a method's update is made from: T for the NFA, else S."
     return "T" if isinstance(LEARNERS[method], Nfa) else "S"
 
@@ -355,7 +358,11 @@ def right(F: Tensor, # (B ×) n × c predictions
     return torch.where(finite, (F.argmax(-1) == y).sum(-1), -1)
 
 # %% ../../nbs/machines/09_batched.ipynb #05acdbab
-def agop_rows(C: Tensor, alpha: Tensor, X: Tensor, radial: bool) -> Tensor: # d × d
+def agop_rows(C: Tensor, # n × n coefficients
+              alpha: Tensor, # n × c
+              X: Tensor, # n × d, centred
+              radial: bool, # does the kernel see distances?
+             ) -> Tensor: # d × d
     "T of one machine, as a sum of outer products."
     return agop_core(C, alpha, X, radial, form="product")
 
@@ -366,9 +373,9 @@ class Look(NamedTuple):
     cores: dict[str, list[Tensor]] # "S", "T" → d × d
 
 # %% ../../nbs/machines/09_batched.ipynb #d339761b
-def look_stack(s: Search,
+def look_stack(s: Search, # the rows
                M: Tensor, # B × d × d
-               ridges: tuple[float, ...],
+               ridges: tuple[float, ...], # one for each metric, or several for one
                need: tuple[str, ...], # "S", "T" or both
               ) -> Look:
     "Fit a stack that fits into the room, and look at it."
@@ -381,7 +388,11 @@ def look_stack(s: Search,
     return Look(right(F, s.y).tolist(), {k: list(stack[k](C, alpha, s.X)) for k in need})
 
 # %% ../../nbs/machines/09_batched.ipynb #18591fd2
-def look_one(s: Search, M: Tensor | None, ridges: tuple[float, ...], need: tuple[str, ...]) -> Look:
+def look_one(s: Search, # the rows
+             M: Tensor | None, # d × d; None is the identity
+             ridges: tuple[float, ...], # nλ, one machine each
+             need: tuple[str, ...], # "S", "T" or both
+            ) -> Look:
     "Fit one metric with each ridge in place, and look at it."
     alphas = fit_one(s, M, ridges, coef=bool(need))
     F = predict(s.rules, s.V, s.X, M, torch.cat(alphas, 1))
@@ -390,9 +401,9 @@ def look_one(s: Search, M: Tensor | None, ridges: tuple[float, ...], need: tuple
     return Look(hits, {k: [core[k](s.C, a, s.X, True) for a in alphas] for k in need})
 
 # %% ../../nbs/machines/09_batched.ipynb #f7403a42
-def look_at_fits(s: Search,
+def look_at_fits(s: Search, # the rows
                  M: Tensor | None, # B × d × d, or None for the identity
-                 ridges: tuple[float, ...],
+                 ridges: tuple[float, ...], # one for each metric, or several for one
                  need: tuple[str, ...], # "S", "T" or both
                 ) -> Look:
     "Fit one machine for each ridge (and metric) and look at it."
@@ -414,7 +425,8 @@ class Start(NamedTuple):
     M: dict[str, list[Tensor]] # method → the first metric of each ridge
 
 # %% ../../nbs/machines/09_batched.ipynb #3dbdb909
-def first_metrics(s: Search) -> Start:
+def first_metrics(s: Search, # the rows
+                 ) -> Start:
     "Fit with M = I, once for all methods and ridges."
     learners = s.rules.learners if s.rules.iters else []
     need = tuple(dict.fromkeys(core_of(m) for m in learners))
@@ -427,13 +439,13 @@ def first_metrics(s: Search) -> Start:
 class Found(NamedTuple):
     "The first best iterate of one ridge."
     right: int # validation rows
-    iterate: int
-    M: Tensor
+    iterate: int # updates of M
+    M: Tensor # d × d, its metric
 
 # %% ../../nbs/machines/09_batched.ipynb #722f1193
-def walk(s: Search,
+def walk(s: Search, # the rows
          method: str, # one of LEARNERS
-         ridges: tuple[float, ...],
+         ridges: tuple[float, ...], # nλ
          M: list[Tensor], # the first metric of each ridge
         ) -> list[Found]: # by ridge
     "Iterates 1 … iters of one method."
@@ -460,8 +472,8 @@ class Memo:
     key: str = "" # of the rules and the table
     every: float = 20. # seconds between writes
     bar: tqdm | None = None # moves by one for each thing found
-    found: dict[str, Any] = field(default_factory=dict)
-    saved: float = field(default_factory=time.monotonic)
+    found: dict[str, Any] = field(default_factory=dict) # name → what was found
+    saved: float = field(default_factory=time.monotonic) # moment of the last write
 
     def __post_init__(self) -> None:
         if self.path is None: return
@@ -470,7 +482,10 @@ class Memo:
         except NotAState:               # damaged, or of another table: there is no memory
             return
 
-    def get(self, name: str, make: Callable[[], Any]) -> Any:
+    def get(self,
+            name: str, # of what is looked for
+            make: Callable[[], Any], # computes it, if it is not there yet
+           ) -> Any:
         "What was found under this name, or what `make` finds now."
         if name not in self.found:
             self.found[name] = make()
@@ -487,7 +502,7 @@ class Memo:
         self.saved = time.monotonic()
 
 # %% ../../nbs/machines/09_batched.ipynb #ed75fb5d
-def searches(rules: Rules,
+def searches(rules: Rules, # what is tried
              X: dict[bool, Tensor], # by scaling, n × d
              y: Tensor, # n classes
              c: int, # how many
@@ -508,14 +523,14 @@ def searches(rules: Rules,
 # %% ../../nbs/machines/09_batched.ipynb #3b8b9449
 class Setting(NamedTuple):
     "What is tried beside the iterate."
-    ridge: float
-    normalised: bool
+    ridge: float # nλ
+    normalised: bool # are the rows scaled to unit length?
 
 # %% ../../nbs/machines/09_batched.ipynb #b5ab72fa
 def walks(s: dict[bool, Search], # by scaling
           method: str, # one of LEARNERS
           starts: dict[bool, Start], # by scaling
-          memo: Memo,
+          memo: Memo, # what was found before
           enough: int, # validation rows in all
          ) -> Iterator[tuple[Setting, Found]]:
     "The first best of one learner, setting by setting."
@@ -541,8 +556,8 @@ def _plainly(records: list[Found]) -> list[tuple]:
     return [tuple(r) for r in records]
 
 # %% ../../nbs/machines/09_batched.ipynb #33c5595d
-def choice_of(s: dict[bool, Search],
-              starts: dict[bool, Start],
+def choice_of(s: dict[bool, Search], # by scaling
+              starts: dict[bool, Start], # fits with M = I, by scaling
               got: dict[Setting, Found], # the walks of one learner; nothing for kernel regression
              ) -> Choice:
     "What one method chooses."
@@ -555,13 +570,13 @@ def choice_of(s: dict[bool, Search],
     return first_best(found)
 
 # %% ../../nbs/machines/09_batched.ipynb #44da40dc
-def select(rules: Rules,
+def select(rules: Rules, # what is tried
            X: dict[bool, Tensor], # by scaling, n × d
            y: Tensor, # n classes
            c: int, # how many
            train: Tensor, # rows
            validation: Tensor, # rows
-           memo: Memo,
+           memo: Memo, # what was found before
           ) -> tuple[dict[str, Choice], dict[str, float]]: # choices and seconds, by method
     "What each method chooses on one split."
     begun = time.perf_counter()
@@ -579,8 +594,8 @@ def select(rules: Rules,
     return out, seconds
 
 # %% ../../nbs/machines/09_batched.ipynb #37b077aa
-def accuracy(rules: Rules,
-             choice: Choice,
+def accuracy(rules: Rules, # gives the kernel
+             choice: Choice, # gives scaling and ridge
              M: Tensor | None, # d × d
              X: dict[bool, Tensor], # by scaling, n × d
              y: Tensor, # n classes
@@ -595,9 +610,9 @@ def accuracy(rules: Rules,
     return float(right(predict(rules, s.V, s.X, M, alpha), s.y)) / len(test)
 
 # %% ../../nbs/machines/09_batched.ipynb #a8c6f92b
-def published(rules: Rules,
-              T: Table,
-              memo: Memo | None = None,
+def published(rules: Rules, # what is tried
+              T: Table, # with its official splits
+              memo: Memo | None = None, # what was found before; None: nothing
              ) -> list[dict[str, Any]]: # one row a method
     "The published protocol on one table."
     memo, X = memo or Memo(), scalings(T.X)
@@ -623,7 +638,7 @@ def _test_scores(rules: Rules, method: str, ch: Choice, X: dict[bool, Tensor], T
 # %% ../../nbs/machines/09_batched.ipynb #93a062ed
 def halves(y: Tensor, # n classes
            rows: Tensor, # some of the rows
-           seed: int,
+           seed: int, # of the shuffle
           ) -> tuple[Tensor, Tensor]:
     "Two random halves of some rows, alike in classes."
     mixed = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
@@ -631,9 +646,9 @@ def halves(y: Tensor, # n classes
     return order[0::2], order[1::2]
 
 # %% ../../nbs/machines/09_batched.ipynb #2505d99c
-def learn(rules: Rules,
-          method: str,
-          choice: Choice,
+def learn(rules: Rules, # gives the kernel
+          method: str, # one of LEARNERS
+          choice: Choice, # gives scaling, ridge and number of updates
           X: dict[bool, Tensor], # by scaling, n × d
           y: Tensor, # n classes
           c: int, # how many
@@ -653,14 +668,14 @@ def learn(rules: Rules,
 # %% ../../nbs/machines/09_batched.ipynb #4c268f5b
 class Fold(NamedTuple):
     "One method on one split."
-    accuracy: float
-    choice: Choice
-    seconds: float
+    accuracy: float # share of test rows predicted right
+    choice: Choice # what was selected
+    seconds: float # selection and test
 
 # %% ../../nbs/machines/09_batched.ipynb #302f9ced
-def leak_free(rules: Rules,
-              T: Table,
-              memo: Memo | None = None,
+def leak_free(rules: Rules, # what is tried
+              T: Table, # with its official splits
+              memo: Memo | None = None, # what was found before; None: nothing
              ) -> list[dict[str, Any]]: # one row a method
     "Selection and features from the training rows of each split alone."
     memo, X = memo or Memo(), scalings(T.X)
@@ -695,24 +710,40 @@ def _common_row(method: str, folds: list[Fold]) -> dict[str, Any]:
                 seconds=round(sum(f.seconds for f in folds), 3))
 
 # %% ../../nbs/machines/09_batched.ipynb #b1eae881
-def plain_distances(A: Tensor, B: Tensor, M: Tensor) -> Tensor:
+def plain_distances(A: Tensor, # n × d
+                    B: Tensor, # m × d
+                    M: Tensor, # d × d
+                   ) -> Tensor:
     "‖a − b‖_M for all pairs of rows."
     a, b = ((Z @ M * Z).sum(1) for Z in (A, B))
     return (a[:, None] + b[None] - 2 * A @ M @ B.T).clamp(min=0).sqrt()
 
 # %% ../../nbs/machines/09_batched.ipynb #f62f0a12
-def plain_alpha(X: Tensor, Y: Tensor, M: Tensor, ridge: float) -> Tensor:
+def plain_alpha(X: Tensor, # n × d
+                Y: Tensor, # n × c, one-hot
+                M: Tensor, # d × d
+                ridge: float, # nλ
+               ) -> Tensor:
     "(K + ridge I)⁻¹ Y by LU."
     K = torch.exp(-plain_distances(X, X, M) / 10)
     return torch.linalg.solve(K + ridge * torch.eye(len(X)).to(X), Y)
 
 # %% ../../nbs/machines/09_batched.ipynb #aa07d859
-def plain_right(V: Tensor, X: Tensor, M: Tensor, alpha: Tensor, y: Tensor) -> int:
+def plain_right(V: Tensor, # m × d rows to predict
+                X: Tensor, # n × d rows that were fitted
+                M: Tensor, # d × d
+                alpha: Tensor, # n × c
+                y: Tensor, # m classes
+               ) -> int:
     "Rows of V predicted right."
     return int(((torch.exp(-plain_distances(V, X, M) / 10) @ alpha).argmax(1) == y).sum())
 
 # %% ../../nbs/machines/09_batched.ipynb #2582caa0
-def plain_update(X: Tensor, alpha: Tensor, M: Tensor, method: str) -> Tensor:
+def plain_update(X: Tensor, # n × d
+                 alpha: Tensor, # n × c
+                 M: Tensor, # d × d
+                 method: str, # "nfa", "fact" or "geometric"
+                ) -> Tensor:
     "The next M by its definition."
     G = plain_gradients(X, alpha, M)
     if method == "nfa":
@@ -724,7 +755,10 @@ def plain_update(X: Tensor, alpha: Tensor, M: Tensor, method: str) -> Tensor:
     return (V * e.clamp(min=0) ** (.5 if method == "fact" else .25)) @ V.T
 
 # %% ../../nbs/machines/09_batched.ipynb #f8a4aedb
-def plain_gradients(X: Tensor, alpha: Tensor, M: Tensor) -> Tensor: # n × c × d
+def plain_gradients(X: Tensor, # n × d
+                    alpha: Tensor, # n × c
+                    M: Tensor, # d × d
+                   ) -> Tensor: # n × c × d
     "∇f_l(x_i) for all rows and outputs."
     (n, d), c = X.shape, alpha.shape[1]
     XM, r = X @ M, plain_distances(X, X, M)
@@ -734,7 +768,11 @@ def plain_gradients(X: Tensor, alpha: Tensor, M: Tensor) -> Tensor: # n × c × 
     return (C @ alpha)[:, :, None] * XM[:, None] - (C @ V).view(n, c, d)
 
 # %% ../../nbs/machines/09_batched.ipynb #8ca2aabf
-def plain_walk(T: Table, X: Tensor, method: str, ridge: float) -> Iterator[tuple[int, int, Tensor]]:
+def plain_walk(T: Table, # gives rows and classes
+               X: Tensor, # its rows as they are tried
+               method: str, # one of METHODS
+               ridge: float, # nλ
+              ) -> Iterator[tuple[int, int, Tensor]]:
     "Validation rows right, iterate, M, for iterates 0 … 4."
     A, V = X[T.train], X[T.validation]
     Y = one_hot(T.y, T.n_classes).to(X)[T.train]
@@ -745,7 +783,9 @@ def plain_walk(T: Table, X: Tensor, method: str, ridge: float) -> Iterator[tuple
         M = plain_update(A, alpha, M, method)
 
 # %% ../../nbs/machines/09_batched.ipynb #ff0dae6c
-def reference(T: Table, method: str) -> dict[str, Any]:
+def reference(T: Table, # with its official splits
+              method: str, # one of METHODS
+             ) -> dict[str, Any]:
     "The published protocol for one method, plainly."
     Y, unit = one_hot(T.y, T.n_classes).to(T.X), lambda X: X / X.norm(dim=1, keepdim=True)
     best: tuple[int, float, bool, int, Tensor] = (-1, 0., False, 0, T.X)

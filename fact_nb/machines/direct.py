@@ -33,10 +33,10 @@ class Solution:
     # ‖(K + ridge)α − Y‖ / ‖Y‖; of direct methods, for one ± combination of the columns
     residual: float
     note: str = "" # why this method, what went wrong before
-    seconds: float = 0.
+    seconds: float = 0. # that it took
     iterations: int = 0 # of an iterative method or of refinement
     entries: int = 0 # kernel entries evaluated by an iterative method
-    converged: bool = True
+    converged: bool = True # did an iterative method reach its goal?
     details: dict = field(default_factory=dict) # what else an iterative method counted
 
 # %% ../../nbs/machines/05_direct.ipynb #f72afbaf
@@ -107,7 +107,8 @@ def _check_ridges(ridges: Iterable[float]) -> list[float]:
     return checked
 
 # %% ../../nbs/machines/05_direct.ipynb #72b53016
-def check_matrix(K) -> Tensor: # n × n
+def check_matrix(K, # n × n: tensor or array
+                ) -> Tensor: # n × n
     "A square floating-point matrix, or an error. Only the upper triangle will be read."
     if not isinstance(K, Tensor):
         K = torch.as_tensor(K)
@@ -177,7 +178,7 @@ def _below_rows_(A: Tensor, inverse: Tensor, j: int, e: int, rows: tuple[int, in
 # %% ../../nbs/machines/05_direct.ipynb #36d4b081
 def cholesky_(A: Tensor, # n × n; upper triangle K, below it anything; receives L below
               diag: Tensor, # the diagonal of K, n
-              ridge: float = 0.,
+              ridge: float = 0., # added to the diagonal
               block: int | None = None, # panel width; None: what suits the matrix
              ) -> int: # 0, or the first column (from 1) where the matrix is not positive definite
     "Factor K + ridge·I = L Lᵀ in the lower triangle of A; the strict upper triangle keeps K."
@@ -314,7 +315,7 @@ def _in_float64(S: _System, ridge: float, why: str) -> _Answer | None:
 def eig_solve(e: Tensor, # eigenvalues of K, n
               V: Tensor, # its eigenvectors, n × n
               Y: Tensor, # n × c
-              ridge: float,
+              ridge: float, # added to each eigenvalue
              ) -> tuple[Tensor, int]: # α, and how many directions were left out
     "(K + ridge)⁺ Y, the minimum-norm least-squares solution."
     s = e + ridge
@@ -368,7 +369,7 @@ def _by_eigh(S: _System, ridges: set[float]) -> dict[float, Solution]:
 # %% ../../nbs/machines/05_direct.ipynb #82dfdb1f
 def refine_(A: Tensor, # n × n of any precision, K in its upper triangle
             diag: Tensor, # the diagonal of K
-            ridge: float,
+            ridge: float, # added to the diagonal
             Y: Tensor, # n × c, float64
             precond: Callable[[Tensor], Tensor], # v → approximate solution
             steps: int = 50, # at most

@@ -21,7 +21,7 @@ from .threads import spread
 # C with its upper triangle filled, or a function that makes C[i:e, i:]
 Coefs = Tensor | Callable[[int, int], Tensor]
 
-def coef_strip(C: Coefs,
+def coef_strip(C: Coefs, # the matrix, or what makes its strips
                i: int, # first row
                e: int, # one past the last
               ) -> Tensor: # C[i:e, i:]
@@ -32,9 +32,9 @@ def coef_strip(C: Coefs,
     return C[i:e, i:]
 
 # %% ../../nbs/machines/03_gradients.ipynb #fa916d31
-def coef_strips(C: Coefs,
+def coef_strips(C: Coefs, # the matrix, or what makes its strips
                 n: int, # rows of C
-                where: torch.device,
+                where: torch.device, # the device, which decides how high a strip is
                ) -> Iterator[tuple[int, int, Tensor]]: # i, e, C[i:e, i:]
     "All strips of C."
     return ((i, e, coef_strip(C, i, e)) for i, e in row_ranges(n, strip_rows(n, where)))
@@ -168,10 +168,10 @@ def centred(X: Tensor, # n × d
     return X - X.mean(0) if radial else X
 
 # %% ../../nbs/machines/03_gradients.ipynb #339f4827
-def kernel_coefficients(kernel: Kernel,
-                 X: Tensor, # n × d
-                 M: Metric,
-                ) -> Callable[[int, int], Tensor]:
+def kernel_coefficients(kernel: Kernel, # with its bandwidth set
+                        X: Tensor, # n × d
+                        M: Metric, # d × d, d, a factor, or None for the identity
+                       ) -> Callable[[int, int], Tensor]:
     "Makes C[i:e, i:] when asked."
     M = metric(M, X)                                    # looked at once, not for every strip
     strip = lambda i, e: pairs(X[i:e], X[i:], M, kernel.radial, trusted=True)
@@ -184,21 +184,21 @@ def _full(M: Tensor | None, X: Tensor) -> Tensor: # d × d
     return M.to(X).diag() if M.ndim == 1 else M.to(X)
 
 # %% ../../nbs/machines/03_gradients.ipynb #bf98c89c
-def kernel_fact(kernel: Kernel,
-         X, # n × d
-         alpha: Tensor, # n × c
-         M: Tensor | None = None, # d × d, d vector, or None for the identity
-        ) -> Tensor: # d × d
+def kernel_fact(kernel: Kernel, # with its bandwidth set
+                X, # n × d
+                alpha: Tensor, # n × c
+                M: Tensor | None = None, # d × d, d vector, or None for the identity
+               ) -> Tensor: # d × d
     "FACT of the kernel machine Σ K_M(x, x_j) α_j."
     X = centred(as_points(X), kernel.radial)
     return _full(M, X) @ fact_core(kernel_coefficients(kernel, X, M), alpha, X, kernel.radial)
 
 # %% ../../nbs/machines/03_gradients.ipynb #d1bb8def
-def kernel_agop(kernel: Kernel,
-         X, # n × d
-         alpha: Tensor, # n × c
-         M: Tensor | None = None, # d × d, d vector, or None for the identity
-        ) -> Tensor: # d × d
+def kernel_agop(kernel: Kernel, # with its bandwidth set
+                X, # n × d
+                alpha: Tensor, # n × c
+                M: Tensor | None = None, # d × d, d vector, or None for the identity
+               ) -> Tensor: # d × d
     "AGOP of the kernel machine Σ K_M(x, x_j) α_j."
     X = centred(as_points(X), kernel.radial)
     F = _full(M, X)

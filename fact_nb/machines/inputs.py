@@ -16,7 +16,8 @@ import numpy as np
 import pandas as pd
 
 # %% ../../nbs/machines/12_inputs.ipynb #3d0f6432
-def column_kind(column: pd.Series) -> str: # "number", "category" or "date"
+def column_kind(column: pd.Series, # of any type
+               ) -> str: # "number", "category" or "date"
     "What a column holds."
     kind = column.dtype
     if isinstance(kind, pd.CategoricalDtype): return "category"
@@ -36,7 +37,8 @@ _DATES = ("datetime", "datetime64", "date", "period")
 _TEXTS = ("string", "categorical", "empty", "mixed-integer")
 
 # %% ../../nbs/machines/12_inputs.ipynb #5b7b915d
-def number_block(column: pd.Series) -> np.ndarray: # n × 1
+def number_block(column: pd.Series, # numbers, booleans or lengths of time
+                ) -> np.ndarray: # n × 1
     "Numbers, with nan for what is missing."
     if pd.api.types.is_timedelta64_dtype(column.dtype):
         return (column.dt.total_seconds() / 86400).to_numpy(np.float64)[:, None]
@@ -50,7 +52,8 @@ def number_block(column: pd.Series) -> np.ndarray: # n × 1
 # %% ../../nbs/machines/12_inputs.ipynb #dc5647af
 PERIODS = dict(year=365.2425, week=7., day=1.) # days
 
-def date_block(column: pd.Series) -> np.ndarray: # n × 7
+def date_block(column: pd.Series, # dates, times or periods
+              ) -> np.ndarray: # n × 7
     "Days since 1970, and cosine and sine on the circles of the year, the week and the day."
     stamps = column.dt.to_timestamp() if isinstance(column.dtype, pd.PeriodDtype) else column
     stamps = pd.to_datetime(stamps, utc=True)
@@ -64,7 +67,8 @@ def date_block(column: pd.Series) -> np.ndarray: # n × 7
 # %% ../../nbs/machines/12_inputs.ipynb #b9ae6087
 _GAP = "\0missing" # the level of a missing value
 
-def level_names(column: pd.Series) -> np.ndarray: # n texts
+def level_names(column: pd.Series, # of a category: text, or anything that has a name
+               ) -> np.ndarray: # n texts
     "The level of each row as text."
     texts = column.astype(object).where(column.notna(), _GAP)
     return np.array([v if isinstance(v, str) else str(v) for v in texts], dtype=object)
@@ -176,7 +180,7 @@ def _learn_levels(e: Encoding, X: pd.DataFrame, names: Sequence[str], w: np.ndar
                       UserWarning, stacklevel=5)
 
 # %% ../../nbs/machines/12_inputs.ipynb #76a67634
-def encode(e: Encoding,
+def encode(e: Encoding, # from `learn_encoding`
            X: Any, # m × d: array of numbers, or frame
           ) -> np.ndarray: # m × k, without gaps
     "The table as a matrix in the units of the training table."

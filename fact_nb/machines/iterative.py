@@ -23,7 +23,7 @@ from .direct import Solution, check_system, strips
 from .kernels import Kernel, Pairs, as_points, evaluate_pairs, pairs
 
 # %% ../../nbs/machines/06_iterative.ipynb #f7545685
-def solve_iterative(kernel: Kernel,
+def solve_iterative(kernel: Kernel, # with its bandwidth set
                     X, # n × d points
                     Y, # n or n × c targets
                     ridges: Iterable[float], # one or several ρ = nλ
@@ -54,7 +54,7 @@ def solve_iterative(kernel: Kernel,
 class KernelProduct:
     "V → V K for K = K(X, X) in metric M, tile by tile; sums over tiles in float64."
     def __init__(self,
-                 kernel: Kernel,
+                 kernel: Kernel, # with its bandwidth set
                  X: Tensor, # n × d points
                  M=None, # metric
                  dtype: torch.dtype | None = None, # of the tiles; default that of X
@@ -70,11 +70,15 @@ class KernelProduct:
         self.wide = dtype_for(X.device)
         self.sums = self.wide if exact else self.P.left.dtype
 
-    def __call__(self, V: Tensor) -> Tensor: # both c × n
+    def __call__(self,
+                 V: Tensor, # c × n
+                ) -> Tensor: # c × n
         "V K."
         return product(self, V)
 
-    def columns(self, idx: Tensor) -> Tensor: # n × len(idx)
+    def columns(self,
+                idx: Tensor, # their numbers
+               ) -> Tensor: # n × len(idx)
         "The columns K[:, idx]."
         self.entries += self.n * len(idx)
         some = Pairs(self.P.left, self.P.right[idx], self.P.floor, False)
@@ -95,11 +99,11 @@ def _tile_shape(tile: tuple[int, int] | None, where: torch.device) -> tuple[int,
 
 # %% ../../nbs/machines/06_iterative.ipynb #ab7166db
 @exact_products()
-def form_tile(op: KernelProduct,
+def form_tile(op: KernelProduct, # whose matrix
               i: int, # rows i … e
-              e: int,
+              e: int, # one past the last row
               j: int, # columns j … f
-              f: int,
+              f: int, # one past the last column
               buffer: Tensor, # of the tiles' dtype, at least (e − i)·(f − j) long
              ) -> Tensor: # (e − i) × (f − j)
     "K[i:e, j:f] in the memory of buffer where the kernel can."
@@ -113,7 +117,9 @@ def form_tile(op: KernelProduct,
     return op.kernel.k_(t)
 
 # %% ../../nbs/machines/06_iterative.ipynb #9811ec7f
-def product(op: KernelProduct, V: Tensor) -> Tensor: # both c × n
+def product(op: KernelProduct, # whose matrix
+            V: Tensor, # c × n
+           ) -> Tensor: # c × n
     "V K: every tile on or right of the diagonal is formed once and used twice."
     rows, cols = op.tile
     v = V.to(op.sums)
@@ -128,9 +134,9 @@ def product(op: KernelProduct, V: Tensor) -> Tensor: # both c × n
     return out
 
 # %% ../../nbs/machines/06_iterative.ipynb #9119363c
-def partial_cholesky(op: KernelProduct,
+def partial_cholesky(op: KernelProduct, # whose matrix
                      rank: int, # columns wanted
-                     seed: int = 0,
+                     seed: int = 0, # of the random pivots
                     ) -> tuple[Tensor, Tensor]: # F, n × r with r ≤ rank; unexplained diagonal, n
     "K ≈ F Fᵀ from randomly pivoted columns."
     left = op.diagonal().to(op.wide)
@@ -160,7 +166,11 @@ def _explain(op: KernelProduct, F: Tensor, idx: Tensor) -> Tensor: # n × at mos
 # %% ../../nbs/machines/06_iterative.ipynb #039de71b
 class Nystrom:
     "The preconditioner P⁻¹ for every ridge, from a partial Cholesky factor."
-    def __init__(self, op: KernelProduct, rank: int, seed: int = 0):
+    def __init__(self,
+                 op: KernelProduct, # whose matrix
+                 rank: int, # columns of the factor
+                 seed: int = 0, # of the random pivots
+                ):
         F, left = partial_cholesky(op, rank, seed)
         eps = torch.finfo(F.dtype).eps
         s, Q = torch.linalg.eigh((F.T @ F).to(op.wide))
@@ -173,7 +183,10 @@ class Nystrom:
             F[i:e] = F[i:e] @ T  # U takes F's place
         self.U = F
 
-    def __call__(self, R: Tensor, ridge: Tensor) -> Tensor: # residuals c × n, one ridge per row
+    def __call__(self,
+                 R: Tensor, # residuals, c × n
+                 ridge: Tensor, # one for each row of R
+                ) -> Tensor: # c × n
         "P⁻¹ of every row."
         mu = (ridge[:, None] + self.delta).clamp(min=self.least)
         w = (R.to(self.U) @ self.U).to(self.wide) * (mu / (self.s + mu) - 1)
@@ -272,7 +285,8 @@ def refine_rounds(inner: Callable[[Tensor], Tensor], # fast product V → V K
     return x, res, its
 
 # %% ../../nbs/machines/06_iterative.ipynb #59aa7ee4
-def default_rank(n: int) -> int:
+def default_rank(n: int, # points
+                ) -> int:
     "Columns for the preconditioner: 10·√n, at most half of n."
     return min(n // 2, int(10 * math.sqrt(n)))
 

@@ -27,7 +27,7 @@ from ..runtime import exact_products
 @dataclass(frozen=True)
 class LowRank:
     "The metric M = WᵀW, kept as its factor W (k × d)."
-    W: Tensor
+    W: Tensor # k × d
 
     def full(self) -> Tensor: # d × d
         "M itself."
@@ -107,7 +107,7 @@ def _definite(A: Tensor) -> bool: # a symmetric matrix, or the vector of a diago
 
 # %% ../../nbs/machines/02_kernels.ipynb #8027069d
 def transform(X: Tensor, # n × d
-              M: Metric,
+              M: Metric, # d × d, d, a factor, or None for the identity
              ) -> Tensor: # n × d
     "X M, for any form of M."
     if M is None: return X
@@ -117,7 +117,7 @@ def transform(X: Tensor, # n × d
 # %% ../../nbs/machines/02_kernels.ipynb #fce96ee4
 def feature_map(X: Tensor, # n × d
                 Z: Tensor, # m × d
-                M: Metric,
+                M: Metric, # d × d, d, a factor, or None for the identity
                ) -> tuple[Tensor, Tensor]: # n × k and m × k
     "Two matrices A, B with A Bᵀ = X M Zᵀ, as narrow as M allows."
     if isinstance(M, LowRank) and M.W.shape[0] < X.shape[1]:
@@ -140,7 +140,8 @@ class Pairs:
         return self.left.shape[0], self.right.shape[0]
 
 # %% ../../nbs/machines/02_kernels.ipynb #ea96032a
-def shrink_norms(norms: Tensor) -> Tensor:
+def shrink_norms(norms: Tensor, # xᵀMx of each point
+                ) -> Tensor:
     "Norms less q ε: squared distances made from them are negative where they would be rounding."
     q = 32 if norms.dtype == torch.float64 else 8
     return norms * (1 - q * torch.finfo(norms.dtype).eps)
@@ -254,16 +255,17 @@ def _has_bandwidth(kernel: Kernel) -> bool:
     "Is there a field for it?"
     return "bandwidth" in getattr(kernel, "__dataclass_fields__", {})
 
-def lacks_bandwidth(kernel: Kernel) -> bool:
+def lacks_bandwidth(kernel: Kernel, # any
+                   ) -> bool:
     "Does the kernel wait for a bandwidth?"
     return _has_bandwidth(kernel) and kernel.bandwidth is None
 
 # %% ../../nbs/machines/02_kernels.ipynb #987252ac
-def evaluate_pairs(kernel: Kernel,
-             P: Pairs, # from `pairs`
-             out: Tensor | None = None, # n × m, written to instead of a new matrix
-             mirror: bool = True, # fill both triangles when symmetric
-            ) -> Tensor: # n × m
+def evaluate_pairs(kernel: Kernel, # with its bandwidth set
+                   P: Pairs, # from `pairs`
+                   out: Tensor | None = None, # n × m, written to instead of a new matrix
+                   mirror: bool = True, # fill both triangles when symmetric
+                  ) -> Tensor: # n × m
     "K for prepared pairs."
     if _wants_gradient(P): return kernel.k(_differentiable(P))
     K = _room(out, P)
@@ -271,7 +273,7 @@ def evaluate_pairs(kernel: Kernel,
     return K
 
 # %% ../../nbs/machines/02_kernels.ipynb #bbb181f0
-def evaluate_both(kernel: Kernel,
+def evaluate_both(kernel: Kernel, # with its bandwidth set
                   P: Pairs, # from `pairs`
                   out: Tensor | None = None, # for K
                   out_coef: Tensor | None = None, # for C
@@ -337,7 +339,7 @@ def _room(out: Tensor | None, P: Pairs) -> Tensor:
 
 # %% ../../nbs/machines/02_kernels.ipynb #b42842e9
 def strip_rows(m: int, # columns of the matrix
-               where: torch.device,
+               where: torch.device, # the device of the matrix
               ) -> int:
     "Rows of a strip: what fits in the cache of a core, or an eighth of the matrix on a device."
     if where.type == "cpu": return 128
@@ -389,7 +391,8 @@ def register_kernel(cls: Any = None, # a dataclass that is a Kernel; None: retur
     return cls
 
 # %% ../../nbs/machines/02_kernels.ipynb #ff5f79da
-def kernel_named(name: str) -> Kernel:
+def kernel_named(name: str, # one of NAMES
+                ) -> Kernel:
     "A kernel of this name, with the defaults of its fields."
     if name not in NAMES:
         raise ValueError(f"kernel must be one of {sorted(NAMES)} or a fact_nb.machines.kernels."
@@ -398,7 +401,8 @@ def kernel_named(name: str) -> Kernel:
     return NAMES[name]()
 
 # %% ../../nbs/machines/02_kernels.ipynb #9d8ba815
-def kernel_spec(kernel: Kernel) -> dict[str, Any]: # name and fields: plain numbers and text
+def kernel_spec(kernel: Kernel, # of a registered class
+               ) -> dict[str, Any]: # name and fields: plain numbers and text
     "A registered kernel as plain data, from which `kernel_of` makes it again."
     name = next((k for k, cls in NAMES.items() if cls is type(kernel)), None)
     if name is None:
@@ -408,7 +412,8 @@ def kernel_spec(kernel: Kernel) -> dict[str, Any]: # name and fields: plain numb
     return dict(name=name, fields={f.name: getattr(kernel, f.name) for f in fields(data)})
 
 # %% ../../nbs/machines/02_kernels.ipynb #0b8350f4
-def kernel_of(spec: dict[str, Any]) -> Kernel: # of `kernel_spec`
+def kernel_of(spec: dict[str, Any], # of `kernel_spec`
+             ) -> Kernel:
     "The kernel that was described."
     if spec["name"] not in NAMES:
         raise ValueError(f"the kernel {spec['name']!r} is not registered: "
@@ -598,7 +603,7 @@ def _close(a: Tensor, b: Tensor, tol: float) -> bool:
 def blocks(X, # n × d points
            Z, # m × d points, or None for X itself
            M, # metric in any form
-           kernel: Kernel,
+           kernel: Kernel, # with its bandwidth set
            memory: int = 2**26, # bytes for one block
           ) -> Iterator[tuple[slice, Tensor]]: # rows, and K(X[rows], Z)
     "The kernel matrix in strips of rows; each strip reuses the memory of the last."
@@ -614,7 +619,7 @@ def blocks(X, # n × d points
 
 # %% ../../nbs/machines/02_kernels.ipynb #a97fc8f6
 @exact_products()
-def kernel_matmul(kernel: Kernel,
+def kernel_matmul(kernel: Kernel, # with its bandwidth set
                   X, # n × d points
                   Z, # m × d points, or None for X itself
                   M, # metric in any form

@@ -50,7 +50,7 @@ class LargeSettings:
     steps: int = 30 # of conjugate gradients, at most
     metric: ErrorMetric = "mse" # error on held-out rows
     memory: float | None = None # bytes the fit may use; None: what is free
-    seed: int = 0
+    seed: int = 0 # of subsets, centres and held-out rows
     progress: bool | None = None # progress bar; None: when a terminal is there
 
 # %% ../../nbs/machines/10_large.ipynb #47c61cf2
@@ -80,7 +80,7 @@ class LargeFit:
 # %% ../../nbs/machines/10_large.ipynb #b1dd2d73
 def fit_large(X, # n × d inputs: tensor or array, or a dask array or dataframe
               Y, # n × c targets, without their mean
-              settings: LargeSettings = LargeSettings(),
+              settings: LargeSettings = LargeSettings(), # the choices
               checkpoint: str | Path | None = None, # file to continue from and to write to
              ) -> LargeFit:
     "Learn M from subsets, then a predictor on all rows."
@@ -90,7 +90,7 @@ def fit_large(X, # n × d inputs: tensor or array, or a dask array or dataframe
     return fit_rows(Rows(X, Y[:, None] if Y.ndim == 1 else Y), settings, checkpoint)
 
 # %% ../../nbs/machines/10_large.ipynb #a139c689
-def suits_large(m: RFM,
+def suits_large(m: RFM, # its settings decide
                 X: Tensor, # n × d
                 special: bool, # sample weights, or validation rows?
                ) -> bool:
@@ -98,7 +98,8 @@ def suits_large(m: RFM,
     asked = special or m.holdout is not None or m.selection.needs_matrix
     return len(X) > LARGE_FROM and m.solver == "auto" and X.device.type == "cpu" and not asked
 
-def large_settings(m: RFM) -> LargeSettings:
+def large_settings(m: RFM, # a machine as it was set up
+                  ) -> LargeSettings:
     "The settings of a machine, for many rows; a ridge that was given is kept."
     given = m.ridge if isinstance(m.ridge, (int, float)) else None
     ridges = LargeSettings.ridges if given is None else (float(given),)
@@ -123,24 +124,32 @@ class Rows:
     @property
     def data(self) -> tuple: return self.X, self.Y
 
-    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self,
+             rows: Tensor, # their numbers
+            ) -> tuple[Tensor, Tensor]:
         "Some rows by number."
         return self.X[rows], self.Y[rows]
 
-    def blocks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks(self,
+               size: int, # most rows of a block
+              ) -> Iterator[tuple[Tensor, Tensor]]:
         "All rows that are not held out, so many at a time."
         for a, b in row_ranges(len(self.X), size):
             yield kept_rows(self.X[a:b], self.Y[a:b], self.held, a)
 
-    def total(self, work: Callable, size: int, *more: Any) -> Any:
+    def total(self,
+              work: Callable, # adds up over rows: work(X, Y, *more)
+              size: int, # most rows of a block
+              *more: Any, # what work is told beside the rows
+             ) -> Any:
         "The sum of work(X, Y, *more) over the blocks."
         return sum(work(x, y, *more) for x, y in self.blocks(size))
 
 # %% ../../nbs/machines/10_large.ipynb #cc922229
 def kept_rows(X: Tensor, # rows first … of a table
-              Y: Tensor,
+              Y: Tensor, # their targets
               held: Tensor, # numbers of the held-out rows
-              first: int,
+              first: int, # number of the first of these rows in the table
              ) -> tuple[Tensor, Tensor]:
     "The rows of a block that are not held out."
     inside = held[(held >= first) & (held < first + len(X))] - first
@@ -159,7 +168,7 @@ def with_median(kernel: Kernel, # a bandwidth of its own is kept
     return kernel.with_bandwidth(median_bandwidth(X, M.to(X), kernel))
 
 # %% ../../nbs/machines/10_large.ipynb #32488339
-def learn_step(s: LargeSettings,
+def learn_step(s: LargeSettings, # the choices
                X: Tensor, # m × d: fresh rows
                Y: Tensor, # m × c
                M: Tensor, # d × d, float64
@@ -179,27 +188,37 @@ def learn_step(s: LargeSettings,
 @dataclass(frozen=True)
 class Centres:
     "Centres in a metric; makes kernel values between rows and centres."
-    kernel: Kernel
+    kernel: Kernel # with its bandwidth set
     W: Tensor # d × d, M^½
     Z: Tensor # k × d centres, as they come
 
-    def against(self, X: Tensor) -> Tensor: # rows × k
+    def against(self,
+                X: Tensor, # rows × d, as they come
+               ) -> Tensor: # rows × k
         "K between rows and centres."
         W = self.W.to(X)
         return evaluate_pairs(self.kernel, pairs(X @ W, self.Z @ W, None, self.kernel.radial))
 
 # %% ../../nbs/machines/10_large.ipynb #eed0fe26
-def right_side(X: Tensor, Y: Tensor, c: Centres) -> Tensor: # c × k
+def right_side(X: Tensor, # rows of a block
+               Y: Tensor, # their targets
+               c: Centres, # the centres
+              ) -> Tensor: # c × k
     "What a block adds to K_mn Y; vectors lie, since products with a few standing ones are slow."
     return (Y.T @ c.against(X)).double()
 
-def gram_times(X: Tensor, Y: Tensor, c: Centres, V: Tensor) -> Tensor: # c × k
+def gram_times(X: Tensor, # rows of a block
+               Y: Tensor, # their targets, which do not matter here
+               c: Centres, # the centres
+               V: Tensor, # c × k
+              ) -> Tensor: # c × k
     "What a block adds to K_mn K_nm V."
     K = c.against(X)
     return ((V @ K.T) @ K).double()
 
 # %% ../../nbs/machines/10_large.ipynb #31c35285
-def block_rows(k: int) -> int:
+def block_rows(k: int, # centres
+              ) -> int:
     "Rows of a block against k centres."
     return max(128, 2**25 // k)
 
@@ -207,14 +226,16 @@ class GramProduct:
     "V → V K_mn K_nm over all rows, with K_nm kept if there is room."
     def __init__(self,
                  rows: Any, # `Rows`, or what does the same
-                 c: Centres,
+                 c: Centres, # the centres
                  keep: bool, # K_nm in memory
                 ):
         self.rows, self.c = rows, c
         self.size = block_rows(len(c.Z))
         self.kept = [c.against(x) for x, _ in rows.blocks(self.size)] if keep else None
 
-    def __call__(self, V: Tensor) -> Tensor: # both c × k
+    def __call__(self,
+                 V: Tensor, # c × k
+                ) -> Tensor: # c × k
         v = V.to(self.c.Z)
         if self.kept is None: return self.rows.total(gram_times, self.size, self.c, v)
         return torch.stack([((v @ K.T) @ K).double() for K in self.kept]).sum(0)
@@ -222,7 +243,11 @@ class GramProduct:
 # %% ../../nbs/machines/10_large.ipynb #9af94d1f
 class CentrePreconditioner:
     "R → R (L Q Qᵀ Lᵀ)⁻¹, and products with K_mm."
-    def __init__(self, c: Centres, n: int, ridge: float):
+    def __init__(self,
+                 c: Centres, # the centres
+                 n: int, # rows that are fitted
+                 ridge: float, # ρ
+                ):
         k = len(c.Z)
         self.A = c.against(c.Z)
         self.diag = self.A.diagonal().clone()
@@ -237,18 +262,23 @@ class CentrePreconditioner:
         while cholesky_(A, diag, ridge):
             ridge = max(10 * ridge, 1e-7 * float(diag.mean()))
 
-    def __call__(self, R: Tensor, ridge: Tensor) -> Tensor: # c × k; the ridge is built in
+    def __call__(self,
+                 R: Tensor, # residuals, c × k
+                 ridge: Tensor, # not read: the ridge is built in
+                ) -> Tensor: # c × k
         r = R.T.to(self.A)
         z = torch.linalg.solve_triangular(self.A, r, upper=False)       # L⁻¹R
         z = cho_solve(self.G, z)                                        # (QQᵀ)⁻¹L⁻¹R
         return torch.linalg.solve_triangular(self.A.mT, z, upper=True).T.double()
 
-    def middle(self, V: Tensor) -> Tensor: # V K_mm, c × k
+    def middle(self,
+               V: Tensor, # c × k
+              ) -> Tensor: # V K_mm, c × k
         return sym_matmul(self.A, self.diag, V.T.to(self.A)).T.double()
 
 # %% ../../nbs/machines/10_large.ipynb #8fa183e7
 def solve_centres(rows: Any, # `Rows`, or what does the same
-                  c: Centres,
+                  c: Centres, # the centres
                   ridge: float, # ρ
                   keep: bool = False, # K_nm in memory
                   tol: float = 3e-3, # residual of every column
@@ -264,12 +294,12 @@ def solve_centres(rows: Any, # `Rows`, or what does the same
     return B.T.to(c.Z), used, float(residual.max())
 
 # %% ../../nbs/machines/10_large.ipynb #e72c4002
-def ridge_errors(c: Centres,
+def ridge_errors(c: Centres, # the centres
                  X: Tensor, # rows to fit
-                 Y: Tensor,
+                 Y: Tensor, # their targets
                  test: tuple[Tensor, Tensor], # held-out rows
-                 ridges: tuple[float, ...],
-                 metric: ErrorMetric,
+                 ridges: tuple[float, ...], # nλ, to compare
+                 metric: ErrorMetric, # by which
                 ) -> list[float]: # by ridge
     "Held-out errors of a small predictor, for every ridge."
     Km = c.against(c.Z).double()
@@ -287,7 +317,7 @@ def ridge_errors(c: Centres,
 class LargeRun:
     "A fit under way."
     rows: Any # `Rows`, or what does the same
-    settings: LargeSettings
+    settings: LargeSettings # the choices
     order: Tensor # n: the rows in random order, without those held out
     test: tuple[Tensor, Tensor] # held-out rows
     k: int # centres
@@ -295,20 +325,25 @@ class LargeRun:
     state: dict[str, Any] # what has been done
     save: Callable[[dict[str, Any]], None] # writes it
 
-    def fresh(self, t: int) -> tuple[Tensor, Tensor]:
+    def fresh(self,
+              t: int, # number of the step
+             ) -> tuple[Tensor, Tensor]:
         "The rows of step t."
         m = min(self.settings.rows, len(self.order))
         start = t * m % max(1, len(self.order) - m + 1)
         return self.rows.take(self.order[start:start + m])
 
-    def centres(self, M: Tensor, k: int) -> Centres:
+    def centres(self,
+                M: Tensor, # d × d
+                k: int, # how many
+               ) -> Centres:
         "The first k centres in a metric."
         Z = self.rows.take(self.order[-self.k:][:k])[0]
         return Centres(with_median(self.settings.kernel, Z, M), root_of(M), Z)
 
 # %% ../../nbs/machines/10_large.ipynb #b2135451
 def plan_large(n: int, # rows
-               s: LargeSettings,
+               s: LargeSettings, # the choices
                limit: int, # bytes
               ) -> tuple[int, bool]: # k, and whether K_nm is kept
     "The number of centres that fits, and whether their matrix does."
@@ -323,7 +358,10 @@ def plan_large(n: int, # rows
     return k, other + 12 * k * k + 4 * n * k <= limit
 
 # %% ../../nbs/machines/10_large.ipynb #a6c00ff6
-def begin_large(rows: Any, s: LargeSettings, checkpoint: str | Path | None) -> LargeRun:
+def begin_large(rows: Any, # `Rows`, or what does the same
+                s: LargeSettings, # the choices
+                checkpoint: str | Path | None, # file to continue from and to write to
+               ) -> LargeRun:
     "Order the rows, hold some out, and find the state to start from."
     n, d, _ = rows.shape
     check_number(s.iters, "iters", low=0, whole=True)
@@ -392,7 +430,7 @@ def _solve_large(run: LargeRun) -> None:
 @torch.no_grad()
 @one_core_each()
 def fit_rows(rows: Any, # `Rows`, or what does the same
-             s: LargeSettings = LargeSettings(),
+             s: LargeSettings = LargeSettings(), # the choices
              checkpoint: str | Path | None = None, # file to continue from and to write to
             ) -> LargeFit:
     "The three steps, on rows that may live anywhere."
@@ -432,9 +470,9 @@ def _conclude_large(run: LargeRun, predictor: Any) -> LargeFit:
 class Split:
     "A node: rows with ⟨direction, z⟩ ≤ cut go low."
     direction: Tensor # d
-    cut: float
+    cut: float # the number that divides
     low: "Split | int" # a node, or the number of a leaf
-    high: "Split | int"
+    high: "Split | int" # a node, or the number of a leaf
 
 # %% ../../nbs/machines/10_large.ipynb #e1d127b2
 def grow_tree(Z: Tensor, # n × d points, mapped by M^½
@@ -458,7 +496,7 @@ def grow_tree(Z: Tensor, # n × d points, mapped by M^½
     return Split(direction, cut, *parts)
 
 # %% ../../nbs/machines/10_large.ipynb #076f9a08
-def leaf_of(tree: "Split | int",
+def leaf_of(tree: "Split | int", # the root, or the number of the only leaf
             Z: Tensor, # m × d points, mapped by M^½
            ) -> Tensor: # m
     "The number of each row's leaf."
@@ -473,7 +511,7 @@ def leaf_of(tree: "Split | int",
 @dataclass
 class LeafPredictor:
     "A predictor for all, and one for the residuals in each leaf."
-    base: Predictor
+    base: Predictor # of all rows
     tree: Any # `Split`, or 0
     parts: list[Predictor] # by leaf
 
@@ -499,11 +537,11 @@ class LeafPredictor:
         return F
 
 # %% ../../nbs/machines/10_large.ipynb #a3e0ea35
-def fit_leaves(base: Predictor,
+def fit_leaves(base: Predictor, # a predictor for all rows
                X: Tensor, # n × d training rows
                Y: Tensor, # n × c
                size: int, # most rows of a leaf
-               ridges: tuple[float, ...],
+               ridges: tuple[float, ...], # nλ, to compare
                done: Callable[[], None] = lambda: None, # called after each leaf
               ) -> list[LeafPredictor]: # by ridge
     "Machines on the residuals of a predictor, one for each leaf."
@@ -573,7 +611,9 @@ class DaskRows:
     @property
     def data(self) -> tuple: return self.X.name, self.Y.name
 
-    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self,
+             rows: Tensor, # their numbers
+            ) -> tuple[Tensor, Tensor]:
         "Some rows by number, brought here."
         import dask
         sorted_rows, order = rows.sort()
@@ -582,7 +622,11 @@ class DaskRows:
         x, y = dask.compute(self.X[some], self.Y[some])
         return as_float(x)[back], as_float(y)[back]
 
-    def total(self, work: Callable, size: int, *more: Any) -> Any:
+    def total(self,
+              work: Callable, # adds up over rows: work(X, Y, *more)
+              size: int, # most rows of a block
+              *more: Any, # what work is told beside the rows
+             ) -> Any:
         "The sum of work(X, Y, *more) over blocks, made where the chunks are."
         from dask import delayed
         firsts = np.cumsum([0, *self.X.chunks[0]])
@@ -592,26 +636,35 @@ class DaskRows:
         return delayed(sum)(parts).compute()
 
 # %% ../../nbs/machines/10_large.ipynb #7cb15a18
-def as_float(a: Any) -> Tensor:
+def as_float(a: Any, # array of numbers
+            ) -> Tensor:
     "An array as a float32 tensor in memory of its own: products round by how memory is aligned."
     return torch.from_numpy(np.ascontiguousarray(a, dtype=np.float32)).clone()
 
-def unshared(m: Any) -> Any:
+def unshared(m: Any, # a tensor, `Centres`, or anything else, which stays as it is
+            ) -> Any:
     "Tensors that came with a message, in memory of their own."
     if isinstance(m, Tensor): return m.clone()
     return replace(m, W=m.W.clone(), Z=m.Z.clone()) if isinstance(m, Centres) else m
 
 @torch.no_grad()
 @one_core_each()
-def chunk_total(x: Any, y: Any, first: int, held: Tensor, work: Callable, size: int,
-                *more: Any) -> Any:
+def chunk_total(x: Any, # rows of a chunk
+                y: Any, # their targets
+                first: int, # number of its first row in the table
+                held: Tensor, # numbers of the held-out rows
+                work: Callable, # adds up over rows: work(X, Y, *more)
+                size: int, # most rows of a block
+                *more: Any, # what work is told beside the rows
+               ) -> Any:
     "What one chunk adds to a sum; runs on the worker that has it."
     X, Y = kept_rows(as_float(x), as_float(y), held, first)
     own = [unshared(m) for m in more]
     return sum(work(X[a:b], Y[a:b], *own) for a, b in row_ranges(len(X), size))
 
 # %% ../../nbs/machines/10_large.ipynb #c1aa0d1c
-def is_dask(X: Any) -> bool:
+def is_dask(X: Any, # anything
+           ) -> bool:
     "A dask array or dataframe?"
     return type(X).__module__.partition(".")[0].startswith("dask")
 
@@ -627,7 +680,7 @@ def dask_rows(X: Any, # dask array or dataframe, n × d
     return DaskRows(X, y.rechunk((X.chunks[0], -1)))
 
 # %% ../../nbs/machines/10_large.ipynb #be8c0c20
-def predict_chunks(fit: LargeFit,
+def predict_chunks(fit: LargeFit, # whose predictions
                    X: Any, # dask array or dataframe
                   ) -> Any: # dask array, m × c
     "Predictions that are made when they are asked for."

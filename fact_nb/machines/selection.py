@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from fact_nb.machines.rfm import Fit
 
 # %% ../../nbs/machines/08_selection.ipynb #5dfc2581
-def share_of(yes: Tensor) -> float: # of booleans
+def share_of(yes: Tensor, # booleans
+            ) -> float:
     "The share that is true."
     return int(yes.sum()) / yes.numel()
 
 # %% ../../nbs/machines/08_selection.ipynb #f14b2edd
 ErrorMetric = str | Callable[[Tensor, Tensor], float] # "mse", "error", or f(prediction, y)
 
-def error_of(metric: ErrorMetric,
+def error_of(metric: ErrorMetric, # "mse", "error", or f(prediction, y)
              F: Tensor, # n × c predictions
              Y: Tensor, # n × c targets; one column counts as ±1 or 0/1 labels
             ) -> float:
@@ -44,7 +45,7 @@ def error_of(metric: ErrorMetric,
 # %% ../../nbs/machines/08_selection.ipynb #356c2c83
 def held_out(n: int, # rows
              share: float, # of the rows to hold out
-             seed: int,
+             seed: int, # of the draw
              strata: Tensor | None = None, # n whole numbers: rows of one number are split alike
             ) -> tuple[Tensor, Tensor]: # rows to train on, rows held out
     "A random split; at least one row on either side."
@@ -73,7 +74,7 @@ def strata_of(Y: Tensor, # n × c targets
 
 # %% ../../nbs/machines/08_selection.ipynb #104f5dd1
 def inverse_diagonal(K: Tensor, # n × n, upper triangle
-                     ridge: float,
+                     ridge: float, # nλ
                     ) -> Tensor: # n
     "The diagonal of (K + ridge·I)⁻¹."
     A = K.mT.clone()
@@ -129,14 +130,18 @@ class Prior:
     own: float = 3. # for the weight of an input
     mixed: float = 100. # for the mixing of two inputs
 
-    def pull(self, W: Tensor) -> Tensor: # like W
+    def pull(self,
+             W: Tensor, # d × d or d
+            ) -> Tensor: # like W
         "P∘(W − I), the gradient."
         if W.ndim == 1: return self.own * (W - 1)
         pull = self.mixed * W
         pull.diagonal().copy_(self.own * (W.diagonal() - 1))
         return pull
 
-    def value(self, W: Tensor) -> float: # W d × d or d
+    def value(self,
+              W: Tensor, # d × d or d
+             ) -> float:
         "½ Σ P (W − I)²."
         away = W - (1 if W.ndim == 1 else torch.eye(len(W), dtype=W.dtype, device=W.device))
         return float((self.pull(W) * away).sum()) / 2
@@ -146,7 +151,7 @@ class Criterion:
     "A number for a kernel matrix and a ridge: the smaller the better."
     def of(self,
            K: Tensor, # n × n, upper triangle; with weights u K uᵀ
-           ridge: float,
+           ridge: float, # nλ
            Y: Tensor, # n × c
            w: Tensor | None = None, # n sample weights
           ) -> float: # infinite where the matrix cannot be factored
@@ -164,7 +169,7 @@ class EvidenceOf(Criterion):
 @dataclass(frozen=True)
 class LooOf(Criterion):
     "The leave-one-out error; a row of weight w counts w times in its mean square."
-    metric: ErrorMetric = "mse"
+    metric: ErrorMetric = "mse" # "mse", "error", or f(prediction, y)
 
     def of(self, K: Tensor, ridge: float, Y: Tensor, w: Tensor | None = None) -> float:
         seen = evidence(K, ridge, Y, w)
@@ -189,7 +194,7 @@ def distinct_rows(X: Tensor, # n × d
 # %% ../../nbs/machines/08_selection.ipynb #dc48292e
 RIDGES = (.001, .01, .03, .1, .3, 1., 3., 10.) # among which a ridge is chosen
 
-def best_ridge(criterion: Criterion,
+def best_ridge(criterion: Criterion, # what shall be small
                K: Tensor, # n × n, upper triangle
                Y: Tensor, # n × c
                w: Tensor | None = None, # n sample weights
@@ -226,7 +231,9 @@ class SeenFits:
     worse: int = 0 # fits since the best one
     ties: list[Kept] = field(default_factory=list) # all that are as good as the best, without α
 
-    def enter(self, fit: Kept) -> None:
+    def enter(self,
+              fit: Kept, # the next one of the run
+             ) -> None:
         "Remember one more."
         self.last = fit
         if fit.score is None: return
@@ -238,14 +245,16 @@ class SeenFits:
             self.ties.append(fit._replace(alpha=None))
 
 # %% ../../nbs/machines/08_selection.ipynb #17973c46
-def seen_to_plain(seen: SeenFits) -> dict[str, Any]:
+def seen_to_plain(seen: SeenFits, # the fits of a run
+                 ) -> dict[str, Any]:
     "The records as dictionaries."
     plain = lambda kept: None if kept is None else kept._asdict()
     return dict(last=plain(seen.last), best=plain(seen.best), worse=seen.worse,
                 ties=[plain(k) for k in seen.ties])
 
 # %% ../../nbs/machines/08_selection.ipynb #9a0fd9a5
-def seen_from_plain(d: dict[str, Any]) -> SeenFits:
+def seen_from_plain(d: dict[str, Any], # from `seen_to_plain`
+                   ) -> SeenFits:
     "The records again."
     kept = lambda k: None if k is None else Kept(**k)
     return SeenFits(kept(d["last"]), kept(d["best"]), d["worse"], [Kept(**k) for k in d["ties"]])
@@ -255,7 +264,9 @@ class Selection:
     "What scores a fit, and which of the fits is returned."
     needs_matrix: ClassVar[bool] = False # does it look into the kernel matrix of the fit?
 
-    def look(self, fit: "Fit") -> None:
+    def look(self,
+             fit: "Fit", # the one just made
+            ) -> None:
         "Add to `fit.row` what the selection needs."
 
     def watched(self,
@@ -266,7 +277,9 @@ class Selection:
         if row["val_error"] is not None: return row["val_error"]
         return None if patience is None else row["objective"]
 
-    def choose(self, seen: SeenFits) -> Kept:
+    def choose(self,
+               seen: SeenFits, # the fits of a run
+              ) -> Kept:
         "The fit to return."
         raise NotImplementedError(f"{type(self).__name__} must define choose(seen)")
 
@@ -288,7 +301,8 @@ class Best(Last):
 Any_ = TypeVar("Any_")
 
 # %% ../../nbs/machines/08_selection.ipynb #b78692b1
-def middle(ties: Sequence[Any_]) -> Any_:
+def middle(ties: Sequence[Any_], # in their order; not empty
+          ) -> Any_:
     "The middle one; of two the first."
     return ties[(len(ties) - 1) // 2]
 
@@ -300,7 +314,9 @@ class LeaveOneOut(Selection):
 
     def look(self, fit: "Fit") -> None: fit.row["loo_error"] = self.error(fit)
 
-    def error(self, fit: "Fit") -> float: # infinite where the matrix is singular
+    def error(self,
+              fit: "Fit", # the one just made
+             ) -> float: # infinite where the matrix is singular
         "The leave-one-out error; the problem's K must be that of the fit."
         p, s = fit.problem, fit.settings
         if fit.residual > 1e-4 or p.K is None: return float("inf")
@@ -323,7 +339,9 @@ class ByEvidence(Selection):
 
     def look(self, fit: "Fit") -> None: fit.row["evidence"] = self.value(fit)
 
-    def value(self, fit: "Fit") -> float: # infinite where the matrix is singular
+    def value(self,
+              fit: "Fit", # the one just made
+             ) -> float: # infinite where the matrix is singular
         "F, or F + π(W)/n; the problem's K must be that of the fit."
         p = fit.problem
         seen = None if p.K is None else evidence(p.K, fit.settings.ridge, p.Y, p.w)
@@ -340,7 +358,8 @@ class ByEvidence(Selection):
 SELECTIONS: dict[str, type[Selection]] = dict(best=Best, last=Last, loo=LeaveOneOut,
                                               evidence=ByEvidence)
 
-def selection_rule(keep: "str | Selection") -> Selection:
+def selection_rule(keep: "str | Selection", # one of SELECTIONS, or the selection itself
+                  ) -> Selection:
     "The selection of this name; a selection comes back as it is."
     if isinstance(keep, Selection): return keep
     if keep in SELECTIONS: return SELECTIONS[keep]()

@@ -71,7 +71,7 @@ Strip = TypeVar("Strip")
 Done = TypeVar("Done")
 
 def spread(work: Callable[[Strip], Done], # without gradients; no two items may write to one place
-           items: Iterable[Strip],
+           items: Iterable[Strip], # what work is called with
            worth: bool = True, # False: too little work to divide
           ) -> Iterator[Done]: # in the order of the items
     "work(item) for each item, on all cores, each call on one of them."

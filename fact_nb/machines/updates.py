@@ -64,7 +64,8 @@ def nfa_update(M: Tensor, # d × d, or a d vector for a diagonal metric
     return psd_power(M @ T @ M, power, negative=negative)
 
 # %% ../../nbs/machines/04_updates.ipynb #b31c71d7
-def trace_of(M: Tensor) -> Tensor: # d × d or d vector
+def trace_of(M: Tensor, # d × d or d
+            ) -> Tensor:
     "tr M."
     return M.sum() if M.ndim == 1 else M.diagonal().sum()
 
@@ -78,7 +79,8 @@ def rescale(M: Tensor, # d × d or d vector
     return M / size
 
 # %% ../../nbs/machines/04_updates.ipynb #a42ecac6
-def effective_rank(M: Tensor) -> float: # between 1 and d
+def effective_rank(M: Tensor, # d × d or d
+                  ) -> float: # between 1 and d
     "(tr M)² / tr M²: how many directions share the trace."
     return float(trace_of(M)**2 / M.square().sum())
 
@@ -90,25 +92,38 @@ class UpdateRule:
     usual: ClassVar[int] = 3 # updates, where none were asked for
     criterion: ClassVar[str] = "loo" # what chooses a ridge at M = I that was left open
 
-    def check(self, s: "Settings") -> None:
+    def check(self,
+              s: "Settings", # of the machine
+             ) -> None:
         "Raise if these settings do not go with the rule."
 
-    def look(self, fit: "Fit") -> None:
+    def look(self,
+             fit: "Fit", # the one just made
+            ) -> None:
         "Add to `fit.row` what the rule has to say of a fit."
 
-    def arrived(self, fit: "Fit") -> bool:
+    def arrived(self,
+                fit: "Fit", # the one just made
+               ) -> bool:
         "Is this a fixed point?"
         return False
 
-    def propose(self, fit: "Fit") -> Tensor | None: # None: nothing better was found
+    def propose(self,
+                fit: "Fit", # the one just made
+               ) -> Tensor | None: # None: nothing better was found
         "The next metric, before it is rescaled."
         raise NotImplementedError(f"{type(self).__name__} must define propose(fit)")
 
-    def ridge_for(self, fit: "Fit") -> float | None: # None: as it was
+    def ridge_for(self,
+                  fit: "Fit", # the one just made
+                 ) -> float | None: # None: as it was
         "The ridge that goes with the metric proposed last."
         return None
 
-    def objection(self, fit: "Fit", M: Tensor) -> str | None:
+    def objection(self,
+                  fit: "Fit", # the one just made
+                  M: Tensor, # what was proposed, d × d or d
+                 ) -> str | None:
         "Why the run must end at the proposed metric, if it must."
         if not torch.isfinite(M).all(): return "the update of M is not finite"
         if trace_of(M) > 0: return None
@@ -140,7 +155,10 @@ class Fact(UpdateRule):
         if self.geometric == "simple" and s.kernel.radial:
             raise ValueError('geometric="simple" is for inner-product kernels; use geometric=True')
 
-    def next_metric(self, M: Tensor, S: Tensor) -> Tensor:
+    def next_metric(self,
+                    M: Tensor, # d × d or d
+                    S: Tensor, # d × d, with FACT = M S
+                   ) -> Tensor:
         "The next metric from S."
         return fact_update(M, S, self.geometric, self.negative)
 
@@ -159,7 +177,10 @@ class Nfa(UpdateRule):
         check_number(self.power, "power", above=0)
         check_choice(self.negative, "negative", ("clip", "stay") if self.power == 1 else ("clip",))
 
-    def next_metric(self, M: Tensor, T: Tensor) -> Tensor:
+    def next_metric(self,
+                    M: Tensor, # d × d or d
+                    T: Tensor, # d × d, with AGOP = M T M
+                   ) -> Tensor:
         "The next metric from T."
         return nfa_update(M, T, self.power, self.negative)
 
@@ -176,11 +197,13 @@ def objective(Y: Tensor, # n × c targets
     return float((Y.to(wide) * alpha.to(wide)).sum() + trace) / 2
 
 # %% ../../nbs/machines/04_updates.ipynb #d6367d96
-def metric_of(W: Tensor) -> Tensor: # k × d, or d
+def metric_of(W: Tensor, # k × d or d
+             ) -> Tensor: # d × d or d
     "M = WᵀW."
     return W * W if W.ndim == 1 else W.T @ W
 
-def root_of(M: Tensor) -> Tensor: # d × d, or d
+def root_of(M: Tensor, # d × d or d
+           ) -> Tensor: # d × d, or d
     "W = M^½; what rounding left below zero counts as zero."
     return M.clamp(min=0).sqrt() if M.ndim == 1 else psd_power(M, .5, negative="clip")
 
@@ -269,7 +292,7 @@ class Way:
     jump: bool = True # is FACT's own jump still tried?
 
 # %% ../../nbs/machines/04_updates.ipynb #baed29f3
-def remember(way: Way,
+def remember(way: Way, # the descent so far
              g: Tensor, # ∇φ at way.W
              keep: int = 10, # pairs
             ) -> list[Pair]:
@@ -282,7 +305,7 @@ def remember(way: Way,
 # %% ../../nbs/machines/04_updates.ipynb #ca73cd9e
 class Descended(NamedTuple):
     "Where a step has led."
-    way: Way
+    way: Way # what the next step needs
     M: Tensor | None # None: no lower point was found
     step: str # "jump", "descent" or "none"
 
@@ -348,7 +371,7 @@ class Sight:
     X: Tensor # n × d
     Y: Tensor # n × c
     w: Tensor | None # n sample weights
-    prior: Prior | None
+    prior: Prior | None # what a metric far from the identity costs; None: nothing
     diagonal: bool # is W a vector?
     free: bool # is the ridge learned too?
     room: tuple[Tensor, Tensor] | None = None # for K and C, used again at every look
@@ -356,11 +379,15 @@ class Sight:
 # %% ../../nbs/machines/04_updates.ipynb #7d139163
 _LOG_RIDGE = (math.log(1e-4), math.log(30))
 
-def pack_point(W: Tensor, ridge: float) -> Tensor: # W d × d or d
+def pack_point(W: Tensor, # d × d or d
+               ridge: float, # ρ
+              ) -> Tensor:
     "W and log ρ in one vector."
     return torch.cat([W.flatten(), W.new_full((1,), math.log(max(ridge, 1e-4)))])
 
-def unpack_point(z: Tensor, diagonal: bool) -> tuple[Tensor, float]: # W, ρ
+def unpack_point(z: Tensor, # from `pack_point`
+                 diagonal: bool, # is W a vector?
+                ) -> tuple[Tensor, float]: # W, ρ
     "W and ρ of such a vector."
     d = len(z) - 1 if diagonal else math.isqrt(len(z) - 1)
     return z[:-1] if diagonal else z[:-1].view(d, d), math.exp(float(z[-1]))
@@ -370,10 +397,12 @@ class EvidenceLook(NamedTuple):
     "The criterion at a point."
     z: Tensor # the point
     value: float # F + π(W)/n; infinite where the matrix cannot be factored
-    seen: Likelihood | None
+    seen: Likelihood | None # what it is made of; None where there is no factor
 
 # %% ../../nbs/machines/04_updates.ipynb #17c1b0d9
-def look_at(s: Sight, z: Tensor) -> EvidenceLook:
+def look_at(s: Sight, # the rows that are looked at
+            z: Tensor, # W and log ρ, from `pack_point`
+           ) -> EvidenceLook:
     "One kernel matrix and one factor; K and C stay in the sight's memory."
     W, ridge = unpack_point(z, s.diagonal)
     Z = s.X * W.to(s.X) if s.diagonal else s.X @ W.T.to(s.X)
@@ -390,7 +419,7 @@ def look_at(s: Sight, z: Tensor) -> EvidenceLook:
     return EvidenceLook(z, seen.F + paid, seen)
 
 # %% ../../nbs/machines/04_updates.ipynb #38252cc3
-def evidence_gradient(s: Sight,
+def evidence_gradient(s: Sight, # the rows that are looked at
                       at: EvidenceLook, # the last look: its C is still there
                      ) -> Tensor: # like at.z
     "∇(F + π/n) in W and log ρ, as @eq-evidence-gradient has it."
@@ -435,7 +464,7 @@ def _lower(s: Sight, here: EvidenceLook, g: Tensor, known: list[Pair]) -> Eviden
     return None
 
 # %% ../../nbs/machines/04_updates.ipynb #2dae2398
-def raise_evidence(s: Sight,
+def raise_evidence(s: Sight, # the rows that are looked at
                    way: Way, # its W is the whole point, with log ρ
                    steps: int, # at most
                    deadline: float = math.inf, # of `perf_counter`: no further step after it
@@ -456,7 +485,10 @@ def raise_evidence(s: Sight,
     return way, values
 
 # %% ../../nbs/machines/04_updates.ipynb #c1c1013d
-def sight_of(fit: "Fit", prior: Prior | None, rows: int) -> Sight:
+def sight_of(fit: "Fit", # the one just made
+             prior: Prior | None, # what a metric far from the identity costs; None: nothing
+             rows: int, # at most so many, drawn at random
+            ) -> Sight:
     "The rows of a fit that are looked at."
     p, s = fit.problem, fit.settings
     X, Y, w = centred(p.X, s.kernel.radial), p.Y, p.w
@@ -484,7 +516,9 @@ class Evidence(UpdateRule):
         check_number(self.steps, "steps", low=1, whole=True)
         check_number(self.rows, "rows", low=2, whole=True)
 
-    def starts(self, fit: "Fit") -> list[Way]:
+    def starts(self,
+               fit: "Fit", # the one just made
+              ) -> list[Way]:
         "Where to begin."
         if fit.memory: return [Way(**fit.memory)]
         ridge, W = fit.settings.ridge, root_of(fit.M)

@@ -152,7 +152,10 @@ def by_words(f: Tensor, # samples × positions × words
     return _words_loss(f, y, how == "shifted labels")
 
 # %% ../../nbs/networks/16_batches.ipynb #0a0d6937
-def close(a: float, b: float, like: Tensor) -> bool:
+def close(a: float, # one loss
+          b: float, # the other
+          like: Tensor, # of the dtype in which they were computed
+         ) -> bool:
     "Whether two losses are one number, up to the rounding of a dtype."
     tolerance = 2e-2 if like.dtype.itemsize < 4 else 1e-4
     return abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-12)

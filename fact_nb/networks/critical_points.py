@@ -105,7 +105,8 @@ def _newton(loss: Objective,
     return theta, steps
 
 # %% ../../nbs/networks/09_critical_points.ipynb #435b4816
-def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+def flat(tensors: Mapping[str, Tensor], # by name
+        ) -> Tensor:
     "Named tensors as one vector, in their order."
     return torch.cat([p.reshape(-1) for p in tensors.values()])
 

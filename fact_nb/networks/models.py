@@ -39,7 +39,10 @@ class TwoLayerQuadratic(nn.Module):
         self.W = nn.Linear(d, width, bias=False)
         self.a = nn.Linear(width, c, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor: return self.a(self.W(x).square())
+    def forward(self,
+                x: Tensor, # n × d
+               ) -> Tensor:
+        return self.a(self.W(x).square())
 
 # %% ../../nbs/networks/07_models.ipynb #f276404a
 def linear_network(d: int, # inputs
@@ -84,7 +87,9 @@ class Block(nn.Module):
         inner = 4 * width
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, width))
 
-    def forward(self, x: Tensor) -> Tensor: # n × T × width, the same again
+    def forward(self,
+                x: Tensor, # n × T × width
+               ) -> Tensor: # the same again
         T, h = x.shape[1], self.norm1(x)
         later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)   # not to be looked at
         x = x + self.attn(h, h, h, attn_mask=later, need_weights=False)[0]
@@ -109,7 +114,9 @@ class CharTransformer(nn.Module):
         self.norm = nn.LayerNorm(width) if final_norm else nn.Identity()
         self.head = nn.Linear(width, vocab)
 
-    def forward(self, t: Tensor) -> Tensor:
+    def forward(self,
+                t: Tensor, # n × T numbers of characters
+               ) -> Tensor:
         T = t.shape[1]
         if T > self.context:
             raise ValueError(f"the window has {T} characters, the model takes {self.context}")

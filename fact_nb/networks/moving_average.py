@@ -68,12 +68,16 @@ class Track:
     square: Tensor | None = None # Σ lr²·uᵀu
     columns: Tensor | None = None # which; None for all
 
-    def of(self, A: Tensor) -> Tensor: # d × d, or those columns
+    def of(self,
+           A: Tensor, # W, or Wᵀ for the backward side
+          ) -> Tensor: # d × d, or those columns
         "N = AᵀA of a weight, as far as it is followed."
         A = A.detach().to(self.start.dtype)
         return A.T @ (A if self.columns is None else A[:, self.columns])
 
-    def even(self, B: Tensor) -> Tensor:
+    def even(self,
+             B: Tensor, # d × d, or the columns that are followed
+            ) -> Tensor:
         "The symmetric part; a matrix of some columns has it already."
         return sym(B) if self.columns is None else B
 
@@ -179,10 +183,15 @@ class Motion:
         if optimizer is not None:
             self.follow(optimizer)
 
-    def __call__(self, model: nn.Module, count: int) -> None:
+    def __call__(self,
+                 model: nn.Module, # not read
+                 count: int, # not read
+                ) -> None:
         "A callback of `train`; the work is done at the optimizer's steps."
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> "Motion":
+    def follow(self,
+               optimizer: torch.optim.Optimizer, # SGD, made from the same model
+              ) -> "Motion":
         "Hang on this optimizer, and let go of the last one."
         _follow(self, optimizer)
         return self
@@ -203,7 +212,9 @@ class Motion:
         "Everything that changes, as tensors and numbers."
         return _state(self)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self,
+                        saved: dict[str, Any], # from `state_dict`
+                       ) -> None:
         "Continue from a state of a `Motion` with the same options over the same layers."
         _restore(self, saved)
 
@@ -214,8 +225,12 @@ class Since(NamedTuple):
     decay: float = 0. # Σ ηλ
 
 # %% ../../nbs/networks/11_moving_average.ipynb #6f101904
-def check_options(every: int, between: str, midpoint: bool, columns: int | None,
-                  any_side: bool) -> None:
+def check_options(every: int, # look at one step in so many
+                  between: str, # "sum" or "skip"
+                  midpoint: bool, # W halfway between two looks?
+                  columns: int | None, # how many are followed; None: all
+                  any_side: bool, # is WᵀW or WWᵀ followed?
+                 ) -> None:
     "Raise ValueError for options of `Motion` that cannot be met."
     if not every >= 1: raise ValueError(f"every must be 1 or more, not {every!r}")
     if between not in ("sum", "skip"):
@@ -287,7 +302,8 @@ def check_holds(optimizer: torch.optim.Optimizer, # whose steps are followed
                          "model.parameters() of the same model, or name in layers= those it holds")
 
 # %% ../../nbs/networks/11_moving_average.ipynb #d5a92e8f
-def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+def groups_of(optimizer: torch.optim.Optimizer, # of torch
+             ) -> dict[int, dict[str, Any]]:
     "The settings of each parameter, by its id."
     return {id(p): g for g in optimizer.param_groups for p in g["params"]}
 

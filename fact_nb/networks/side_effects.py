@@ -120,12 +120,14 @@ def _dropout_rate(m: nn.Module) -> float:
     return 0.
 
 # %% ../../nbs/networks/05_side_effects.ipynb #ca78b77c
-def has_dropout(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module, # any
+               ) -> bool:
     "Whether some module drops units at random in training mode."
     return any(_dropout_rate(m) > 0 for m in model.modules())
 
 # %% ../../nbs/networks/05_side_effects.ipynb #8223d580
-def has_batch_norm(model: nn.Module) -> bool:
+def has_batch_norm(model: nn.Module, # any
+                  ) -> bool:
     "Whether some module is a batch-norm."
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 

@@ -63,7 +63,8 @@ def cross_entropy(out: Tensor, # n × c, or n × T × c
     return F.cross_entropy(out.flatten(0, -2), y.flatten())
 
 # %% ../../nbs/networks/08_training.ipynb #b93e49a7
-def is_classes(y: Tensor) -> bool: # integer classes, or one-hot rows
+def is_classes(y: Tensor, # integer classes, one-hot rows, or numbers
+              ) -> bool: # true of the first two
     "Do these targets name classes?"
     if not y.is_floating_point(): return True
     if y.ndim != 2 or y.shape[1] < 2: return False
@@ -139,7 +140,8 @@ _CHOICES = dict(
     optimizer=("sgd", "adam", "adamw"), stop=("never", "loss", "residual"))
 
 # %% ../../nbs/networks/08_training.ipynb #baaebbd0
-def check_recipe(r: Recipe) -> None:
+def check_recipe(r: Recipe, # of a training
+                ) -> None:
     "Raise for a recipe that cannot be followed."
     for name, values in _CHOICES.items():
         value = getattr(r, name)
@@ -306,14 +308,16 @@ def _residual(W: Matrix, G: Tensor, weight_decay: float) -> float:
     return residual(W.of(W.param.detach()), W.of(G), weight_decay)
 
 # %% ../../nbs/networks/08_training.ipynb #499c9f7f
-def stable_rank(W: Tensor) -> float: # 0 for a zero matrix, at most the rank
+def stable_rank(W: Tensor, # d' × d
+               ) -> float: # 0 for a zero matrix, at most the rank
     "‖W‖_F² / ‖W‖₂²."
     N = W @ W.T if W.shape[0] <= W.shape[1] else W.T @ W
     largest = torch.linalg.eigvalsh(N)[-1] # ‖W‖₂², without an SVD
     return float(N.trace() / largest) if largest > 0 else 0.
 
 # %% ../../nbs/networks/08_training.ipynb #d542bbe3
-def stable_ranks(model: nn.Module) -> dict[str, float]: # by layer
+def stable_ranks(model: nn.Module, # any
+                ) -> dict[str, float]: # by layer
     "The stable rank of every weight matrix but the last."
     hidden = weight_matrices(model)[0][:-1]
     return {W.name: stable_rank(W.of(W.param.detach())) for W in hidden}

@@ -159,15 +159,22 @@ class MeanStep:
         if optimizer is not None:
             self.follow(optimizer)
 
-    def __call__(self, model: nn.Module, count: int) -> None:
+    def __call__(self,
+                 model: nn.Module, # not read
+                 count: int, # not read
+                ) -> None:
         "A callback of `train`; the work is done at the optimizer's steps."
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> "MeanStep":
+    def follow(self,
+               optimizer: torch.optim.Optimizer, # with decoupled decay, made from the same model
+              ) -> "MeanStep":
         "Hang on this optimizer, and let go of the last one."
         _hang_on(self, optimizer)
         return self
 
-    def mean(self, name: str) -> Tensor: # d' × d
+    def mean(self,
+             name: str, # of a layer
+            ) -> Tensor: # d' × d
         "⟨u⟩ of a layer over the steps seen so far, weighted by η."
         return _mean_step(self, name)
 
@@ -181,7 +188,9 @@ class MeanStep:
         "Everything that changes, as tensors and numbers."
         return {k: getattr(self, k) for k in _KEPT}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self,
+                        saved: dict[str, Any], # from `state_dict`
+                       ) -> None:
         "Continue from a state of a `MeanStep` with the same options."
         for k in _KEPT:
             setattr(self, k, saved[k])
