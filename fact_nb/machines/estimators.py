@@ -270,7 +270,7 @@ def _scores(est: _Machine, X: Any) -> np.ndarray: # m × c
 @dataclass(frozen=True)
 class FitEstimate:
     "What a fit will take; as text, one line."
-    rows: int
+    rows: int # to fit on
     columns: int # after categories have become levels
     seconds: float # about
     bytes: float # about
@@ -563,7 +563,7 @@ def importance_intervals(est: _Saved, # an estimator with its parameters; fitted
                          y, # n
                          rounds: int = 20, # halves that are drawn
                          level: float = .9, # share of them inside
-                         seed: int = 0,
+                         seed: int = 0, # of the halves
                         ) -> pd.DataFrame: # one row a column of X: importance, low, high
     "Importances on all rows, and their range over random halves."
     rng = np.random.default_rng(seed)

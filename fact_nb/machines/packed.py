@@ -22,7 +22,7 @@ from ..runtime import exact_products
 
 # %% ../../nbs/machines/14_packed.ipynb #fa32d212
 @exact_products()
-def solve_packed(kernel: Kernel,
+def solve_packed(kernel: Kernel, # with its bandwidth set
                  X, # n × d points
                  Y, # n or n × c targets
                  ridge: float, # ρ = nλ, added to the diagonal
@@ -57,7 +57,10 @@ class Packed:
     @property
     def bounds(self) -> list[tuple[int, int]]: return list(strips(self.n, self.block))
 
-    def strip(self, i: int, e: int) -> Tensor: # (e − i) × e
+    def strip(self,
+              i: int, # first row of a strip
+              e: int, # one past its last row
+             ) -> Tensor: # (e − i) × e
         "The rows i … e up to column e, as a view."
         first = packed_numbers(i, self.block)
         return self.data[first:first + (e - i) * e].view(e - i, e)
@@ -70,7 +73,7 @@ def packed_numbers(n: int, # rows
     return sum((e - i) * e for i, e in strips(n, block))
 
 # %% ../../nbs/machines/14_packed.ipynb #e80ee798
-def packed_kernel(kernel: Kernel,
+def packed_kernel(kernel: Kernel, # with its bandwidth set
                   X: Tensor, # n × d points
                   M=None, # metric
                   u: Tensor | None = None, # n × 1, scales rows and columns

@@ -74,7 +74,8 @@ class Settings:
         return selection_rule(self.keep)
 
 # %% ../../nbs/machines/01_rfm.ipynb #965b023c
-def check_settings(s: Settings) -> None:
+def check_settings(s: Settings, # of a machine
+                  ) -> None:
     "Raise on a choice that cannot be meant."
     for name in UPDATES:
         update_rule(name, s.geometric, s.negative, s.power, s.settle)
@@ -190,7 +191,9 @@ def problem(X, # n × d inputs
     return p
 
 # %% ../../nbs/machines/01_rfm.ipynb #0f3ab358
-def check_together(s: Settings, p: Problem) -> None:
+def check_together(s: Settings, # of a machine
+                   p: Problem, # the data
+                  ) -> None:
     "Raise if the settings do not fit the data."
     loo, holds_out = s.selection.needs_matrix, s.holdout is not None
     if holds_out and p.val is not None:
@@ -212,7 +215,7 @@ def _mapped(X: Tensor, W: Tensor) -> Tensor:
 @dataclass
 class Predictor:
     "A kernel machine in the metric M = W²: what is needed to predict."
-    kernel: Kernel
+    kernel: Kernel # with its bandwidth set
     X: Tensor # n × d training points
     W: Tensor # d × d, or d
     alpha: Tensor # n × c
@@ -239,7 +242,7 @@ class Predictor:
 class Fit:
     "The kernel machine of one iteration."
     settings: Settings # with the kernel's bandwidth set
-    problem: Problem
+    problem: Problem # the data it was fitted to
     M: Tensor # d × d or d, in double precision
     W: Tensor # M^½
     alpha: Tensor # n × c
@@ -319,7 +322,7 @@ def _ready(p: Problem, M: Tensor) -> Fit | None:
 
 # %% ../../nbs/machines/01_rfm.ipynb #3f7f8cf6
 def fit_alpha(s: Settings, # with the kernel's bandwidth set
-              p: Problem,
+              p: Problem, # the data
               M: Tensor, # d × d or d
               alpha0: Tensor | None = None, # where an iterative solver starts
               coef: bool = True, # C is wanted too
@@ -410,11 +413,13 @@ class State:
     seen: SeenFits = field(default_factory=SeenFits) # the fits that may be returned
     memory: dict[str, Any] | None = None # what the update rule remembers
     ridge: float | None = None # of the next fit; None: the settings'
-    done: bool = False
+    done: bool = False # is there nothing left to do?
     history: list[dict[str, Any]] = field(default_factory=list) # one row a fit
 
 # %% ../../nbs/machines/01_rfm.ipynb #2b3a9384
-def first_state(s: Settings, X: Tensor) -> State:
+def first_state(s: Settings, # is M a vector?
+                X: Tensor, # n × d points: gives d and the device
+               ) -> State:
     "M₀ = I."
     M = torch.ones(X.shape[1], dtype=dtype_for(X.device), device=X.device)
     return State(M if s.diagonal else M.diag(), trace=float(X.shape[1]))
@@ -460,7 +465,10 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
 # %% ../../nbs/machines/01_rfm.ipynb #4723e645
 @torch.no_grad()
 @one_core_each()
-def turn(s: Settings, p: Problem, state: State) -> Fit | None: # None: the fit failed
+def turn(s: Settings, # with the kernel's bandwidth set
+         p: Problem, # the data
+         state: State, # where the run stands; moved on
+        ) -> Fit | None: # None: the fit failed
     "One turn of Algorithm 1."
     start = perf_counter()
     fit = _next_fit(s, p, state)
@@ -517,7 +525,9 @@ def _rescaled(s: Settings, p: Problem, M: Tensor) -> Tensor:
 # %% ../../nbs/machines/01_rfm.ipynb #b163aa86
 _IN_RULE = ("update", "geometric", "negative", "power", "settle")
 
-def identity_of(s: Settings, p: Problem) -> dict[str, Any]: # name → what the run was made with
+def identity_of(s: Settings, # with the kernel's bandwidth set
+                p: Problem, # the data
+               ) -> dict[str, Any]: # name → what the run was made with
     "What two runs must share to continue each other: all but how much memory they may use."
     left_out = (*_IN_RULE, "keep", "memory", "progress", "time_limit")
     same = {f.name: getattr(s, f.name) for f in fields(Settings) if f.name not in left_out}
@@ -525,12 +535,14 @@ def identity_of(s: Settings, p: Problem) -> dict[str, Any]: # name → what the 
     return same | dict(update=s.rule, keep=s.selection) | data
 
 # %% ../../nbs/machines/01_rfm.ipynb #87d3dd0b
-def state_to_plain(state: State) -> dict[str, Any]:
+def state_to_plain(state: State, # of a run
+                  ) -> dict[str, Any]:
     "A state as numbers, text, containers and tensors."
     return dict(vars(state)) | dict(seen=seen_to_plain(state.seen))
 
 # %% ../../nbs/machines/01_rfm.ipynb #c12b0cc1
-def state_from_plain(d: dict[str, Any]) -> State:
+def state_from_plain(d: dict[str, Any], # from `state_to_plain`
+                    ) -> State:
     "The state again."
     return State(**d | dict(seen=seen_from_plain(d["seen"])))
 
@@ -560,8 +572,8 @@ class MachineRun:
     settings: Settings # with the kernel's bandwidth set
     whole: Problem # all rows
     problem: Problem # the rows it learns from
-    state: State
-    checkpoint: Path | None = None
+    state: State # where it stands
+    checkpoint: Path | None = None # file it is written to; None: nowhere
     identity: dict[str, str] = field(default_factory=dict) # fingerprints
 
 # %% ../../nbs/machines/01_rfm.ipynb #f9ebbe66
@@ -576,7 +588,7 @@ _CRITERIA: dict[str, type[Criterion]] = dict(evidence=EvidenceOf, loo=LooOf)
 
 @torch.no_grad()
 def ridge_at_identity(s: Settings, # with the kernel's bandwidth set
-                      p: Problem,
+                      p: Problem, # the data
                       most: int = 2000, # rows that are looked at
                      ) -> float:
     "The ridge that the rule's criterion prefers at M = I."
@@ -600,7 +612,10 @@ def _split(p: Problem, share: float, seed: int) -> Problem:
     return Problem(p.X[train], p.Y[train], w, (p.X[out], p.Y[out]), p.flat)
 
 # %% ../../nbs/machines/01_rfm.ipynb #7f52b2b6
-def begin_run(s: Settings, p: Problem, checkpoint: str | Path | None) -> MachineRun:
+def begin_run(s: Settings, # as the machine has them
+              p: Problem, # the data
+              checkpoint: str | Path | None, # file to continue from and to write to
+             ) -> MachineRun:
     "Settle the bandwidth and the rows, and find the state to start from."
     check_together(s, p)
     start = perf_counter()

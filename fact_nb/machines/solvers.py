@@ -21,7 +21,8 @@ from .kernels import Kernel, as_points
 from .packed import packed_numbers, solve_packed
 
 # %% ../../nbs/machines/07_solvers.ipynb #ba91343d
-def available_memory(device: torch.device) -> int: # bytes
+def available_memory(device: torch.device, # CPU or GPU
+                    ) -> int: # bytes
     "Nine tenths of what is free now on the device."
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -30,7 +31,7 @@ def available_memory(device: torch.device) -> int: # bytes
 
 # %% ../../nbs/machines/07_solvers.ipynb #c1fac64d
 def memory_limit(memory: float | None, # bytes, or None
-                 where: torch.device,
+                 where: torch.device, # the device
                 ) -> int: # bytes
     "What may be used: what was said, or what is free."
     if memory is None: return available_memory(where)
@@ -82,7 +83,7 @@ class PlanReason(Enum):
 class SolverPlan:
     "How a system is solved; as text, why."
     method: str # "direct", "packed" or "iterative"
-    reason: PlanReason
+    reason: PlanReason # why this method
     n: int # points
     need: int # bytes of the direct solver
     limit: int # bytes that may be used
@@ -97,7 +98,8 @@ class SolverPlan:
                                         iterative=iterative)
 
 # %% ../../nbs/machines/07_solvers.ipynb #2fdc0de5
-def in_gb(size: float) -> str:
+def in_gb(size: float, # bytes
+         ) -> str:
     "Bytes as text."
     return f"{size / 1e9:.3g} GB"
 
@@ -206,7 +208,7 @@ def _why_direct(solver: str, loo: bool) -> PlanReason:
     return PlanReason.LOO if loo else PlanReason.WEIGHTS
 
 # %% ../../nbs/machines/07_solvers.ipynb #2cf19d25
-def solve_kernel_grid(kernel: Kernel,
+def solve_kernel_grid(kernel: Kernel, # with its bandwidth set
                       X, # n × d points
                       Y, # n or n × c targets
                       ridges, # several ρ = nλ
@@ -241,12 +243,14 @@ def solve_kernel_grid(kernel: Kernel,
     return sols
 
 # %% ../../nbs/machines/07_solvers.ipynb #cdda1438
-def noted(plan: SolverPlan, note: str) -> str:
+def noted(plan: SolverPlan, # says why
+          note: str, # of the solver; may be empty
+         ) -> str:
     "Why this method, and what the solver has to say."
     return "; ".join(x for x in (str(plan), note) if x)
 
 # %% ../../nbs/machines/07_solvers.ipynb #0c005d6b
-def solve_kernel(kernel: Kernel,
+def solve_kernel(kernel: Kernel, # with its bandwidth set
                  X, # n × d points
                  Y, # n or n × c targets
                  ridge: float, # ρ = nλ
@@ -255,7 +259,8 @@ def solve_kernel(kernel: Kernel,
                  memory: float | None = None, # bytes that may be used; default what is free
                  alpha0: Tensor | None = None, # iterative: start
                  tol: float = 1e-4, # iterative: residual
-                 **options) -> Solution:
+                 **options, # further options of `solve_kernel_grid`
+                ) -> Solution:
     "Solve (K(X, X) + ridge·I) α = Y, directly or iteratively; `note` says which and why."
     sols = solve_kernel_grid(kernel, X, Y, [ridge], M, method, memory, alpha0, tol, **options)
     return sols[0]

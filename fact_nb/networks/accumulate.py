@@ -118,21 +118,25 @@ class Findings:
 @dataclass
 class Measurement:
     "The choices of one measurement, and its running sums."
-    model: nn.Module
+    model: nn.Module # stays as it was
     loss_fn: Callable | None # None: the model's own loss
-    matrices: list[Matrix]
+    matrices: list[Matrix] # the weights that are measured
     groups: dict[str, list[Matrix]] # entry → modules that share it
     decay: dict[str, float] # λ by matrix
     want: Collection[str] # names of the quantities asked for
-    options: Options = field(default_factory=Options)
-    sums: dict[Slot, Tensor] = field(default_factory=dict)
-    seen: Seen = field(default_factory=Seen)
-    total: Totals = field(default_factory=Totals)
-    found: Findings = field(default_factory=Findings)
+    options: Options = field(default_factory=Options) # how
+    sums: dict[Slot, Tensor] = field(default_factory=dict) # what has been added up, by place
+    seen: Seen = field(default_factory=Seen) # what the forward passes have shown
+    total: Totals = field(default_factory=Totals) # how much data there was
+    found: Findings = field(default_factory=Findings) # what was found out about batches
     start: dict[int, Tensor] = field(default_factory=dict) # id of a parameter → before training
     traces: dict[Slot, list[tuple[float, float]]] = field(default_factory=dict) # w, ⟨P, G⟩/λ‖P‖²
 
-    def sum(self, slot: Slot, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def sum(self,
+            slot: Slot, # its place
+            shape: tuple[int, ...], # of a new one
+            like: Tensor, # gives device and precision
+           ) -> Tensor:
         "The running sum of that name, zero at first."
         if slot not in self.sums:
             zeros = torch.zeros(shape, dtype=width(self, like), device=like.device)
@@ -144,7 +148,10 @@ class Measurement:
         "Standard error of tr FACT / tr WᵀW of each parameter, over batches."
         return {slot: _standard_error(pairs) for slot, pairs in self.traces.items()}
 
-    def asked(self, source: Source, side: Side | None = None) -> list[Quantity]:
+    def asked(self,
+              source: Source, # what they are formed from
+              side: Side | None = None, # None: both
+             ) -> list[Quantity]:
         "The quantities asked for that are formed from a source, on one side or on both."
         found = [QUANTITIES[name] for name in self.want]
         return [q for q in found if q.source is source and (side is None or q.summed is side)]

@@ -76,7 +76,10 @@ class Call:
         if self.spans is not None: return flat[slice(*self.spans[stack])]
         return flat if self.keep is None else flat[self.keep]
 
-    def rows_of(self, g: Tensor, part: Part) -> Tensor: # positions × d'
+    def rows_of(self,
+                g: Tensor, # the gradient with respect to z
+                part: Part, # one matrix of the call
+               ) -> Tensor: # positions × d'
         "The rows and columns of the gradient that belong to one part."
         return self.rows(g, part.stack)[:, part.low:part.high]
 
@@ -384,9 +387,15 @@ class Capture(TorchFunctionMode):
         _note_conditions(self.notes, func, args, kwargs)
         return out
 
-    def place(self, w: Tensor) -> Placed | None: return _place(self, w)
+    def place(self,
+              w: Tensor, # any tensor of the forward pass
+             ) -> Placed | None:
+        return _place(self, w)
 
-    def constant(self, t: Tensor) -> bool: return _constant(self, t)
+    def constant(self,
+                 t: Tensor, # any tensor of the forward pass
+                ) -> bool:
+        return _constant(self, t)
 
 # %% ../../nbs/networks/03_capture.ipynb #7f96c9ae
 def _made(cap: Capture, t: Tensor) -> Placed | None:

@@ -36,24 +36,28 @@ def add_gram_(S: Tensor, # d' × d' running sum, changed in place, up to date in
         S[i:j, :j].addmm_(g[:, i:j].T, g[:, :j], alpha=scale)
 
 # %% ../../nbs/networks/01_quantities.ipynb #81ad56d0
-def mirror_(S: Tensor) -> Tensor:
+def mirror_(S: Tensor, # square, right in its lower triangle
+           ) -> Tensor:
     "Copy the lower triangle to the upper one, in place."
     return S.tril_().add_(S.tril(-1).T)
 
 # %% ../../nbs/networks/01_quantities.ipynb #f33116ba
-def gram(A: Tensor) -> Tensor: # d × d for an A of n × d
+def gram(A: Tensor, # n × d
+        ) -> Tensor: # d × d
     "AᵀA."
     S = A.new_zeros(A.shape[1], A.shape[1])
     add_gram_(S, A)
     return mirror_(S)
 
 # %% ../../nbs/networks/01_quantities.ipynb #8b4433c8
-def nfm(W: Tensor) -> Tensor:
+def nfm(W: Tensor, # d' × d
+       ) -> Tensor: # d × d
     "Neural feature matrix WᵀW."
     return gram(W)
 
 # %% ../../nbs/networks/01_quantities.ipynb #7d11ff06
-def bnfm(W: Tensor) -> Tensor:
+def bnfm(W: Tensor, # d' × d
+        ) -> Tensor: # d' × d'
     "Backward neural feature matrix WWᵀ."
     return gram(W.T)
 
@@ -186,20 +190,28 @@ class Grams:
         self._of_gradient: GradientGrams | None = None
         self._basis: tuple[Tensor, Tensor] | None = None
 
-    def near(self, side: Side) -> bool:
+    def near(self,
+             side: Side, # input or output
+            ) -> bool:
         "Whether a side is the smaller one."
         return (side is Side.LEFT) == self.wide
 
-    def own(self, side: Side) -> Moments:
+    def own(self,
+            side: Side, # input or output
+           ) -> Moments:
         "Of the NFM of a side."
         total = _total(self.K) if self.near(side) else _dot(self.sums, self.sums)
         return Moments(self.square, self.square, total)
 
-    def entries(self, side: Side) -> float:
+    def entries(self,
+                side: Side, # input or output
+               ) -> float:
         "How many a matrix of a side has."
         return float(self.V.shape[0 if self.near(side) else 1]) ** 2
 
-    def gradient(self, G: Tensor) -> "GradientGrams":
+    def gradient(self,
+                 G: Tensor, # d' × d, of the mean loss
+                ) -> "GradientGrams":
         "Products with the gradient, on the smaller side; formed once."
         if self._of_gradient is None:
             H = G if self.wide else G.T
@@ -224,7 +236,11 @@ class Grams:
         return self._basis
 
 # %% ../../nbs/networks/01_quantities.ipynb #7619af41
-def fact_moments(g: Grams, G: Tensor, lam: float, side: Side) -> Moments:
+def fact_moments(g: Grams, # products of the weight
+                 G: Tensor, # ∇_W of the mean loss, without the weight decay term
+                 lam: float, # λ
+                 side: Side, # input: FACT, output: bFACT
+                ) -> Moments:
     "Of FACT or bFACT against the NFM of its side."
     t = g.gradient(G)
     inner = -t.inner / lam
@@ -232,7 +248,11 @@ def fact_moments(g: Grams, G: Tensor, lam: float, side: Side) -> Moments:
     return Moments(inner, t.far / lam**2, -t.total / lam)
 
 # %% ../../nbs/networks/01_quantities.ipynb #6a4e34cd
-def fact_error(g: Grams, G: Tensor, lam: float, side: Side) -> float:
+def fact_error(g: Grams, # products of the weight
+               G: Tensor, # ∇_W of the mean loss, without the weight decay term
+               lam: float, # λ
+               side: Side, # input: FACT, output: bFACT
+              ) -> float:
     "‖NFM − FACT‖ / ‖NFM‖ on one side."
     if not g.square: return math.nan
     t = g.gradient(G)
@@ -244,7 +264,10 @@ def fact_error(g: Grams, G: Tensor, lam: float, side: Side) -> float:
     return math.sqrt(square / g.square)
 
 # %% ../../nbs/networks/01_quantities.ipynb #8bfd3c3d
-def outer_moments(g: Grams, B: Tensor, side: Side) -> Moments: # B: d' × d'
+def outer_moments(g: Grams, # products of the weight
+                  B: Tensor, # d' × d': beNFA or bAGOP
+                  side: Side, # input: WᵀBW, output: B
+                 ) -> Moments:
     "Of WᵀBW or B against the NFM of its side."
     if not g.wide:                                                   # K = WᵀW, A = WᵀBW: d × d
         A = g.V @ B @ g.V.T
@@ -273,7 +296,9 @@ def _slim_power(T: Tensor, Q: Tensor, power: float) -> Tensor:
     A = T @ Q
     return psd_power((A + A.T) / 2, power, negative="clip")
 
-def form_moments(g: Grams, S: Tensor) -> Moments: # S: k × k
+def form_moments(g: Grams, # products of the weight
+                 S: Tensor, # k × k, in the basis of `Grams`
+                ) -> Moments:
     "Of QSQᵀ against the NFM of the larger side."
     Q, R = g.basis
     q = Q.sum(0)
@@ -355,7 +380,8 @@ class Quantity:
 # %% ../../nbs/networks/01_quantities.ipynb #9b17bd59
 QUANTITIES: dict[str, Quantity] = {}
 
-def register_quantity(q: Quantity) -> Quantity:
+def register_quantity(q: Quantity, # with a name and a label of its own
+                     ) -> Quantity:
     "Make a quantity known to `measure`, tables, figures, `Watch` and the glossary."
     if not q.name.isidentifier():
         raise ValueError(f"a quantity is read as rep[layer].name: {q.name!r} cannot be such a name")
@@ -447,7 +473,8 @@ def target(side: Side, # of the layer
                 if q.side is side and q.target and q.change is change)
 
 # %% ../../nbs/networks/01_quantities.ipynb #4d433dcf
-def compared(side: Side) -> list[Quantity]:
+def compared(side: Side, # input or output
+            ) -> list[Quantity]:
     "The quantities of one side that are compared with its target, in the order of the registry."
     return [q for q in QUANTITIES.values() if q.side is side and not q.target]
 
@@ -493,7 +520,9 @@ class Column(NamedTuple):
     followed: bool = False # drawn over training
 
 # %% ../../nbs/networks/01_quantities.ipynb #8d42ed1b
-def pair_label(q: Quantity, other: Quantity) -> str:
+def pair_label(q: Quantity, # the one that has the column
+               other: Quantity, # the one it is compared with
+              ) -> str:
     "The column in which two quantities are compared, neither of them the NFM."
     return f"{q.label}~{other.label}"
 

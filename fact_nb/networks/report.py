@@ -51,7 +51,9 @@ class Use:
     weight_decay: float = 0. # λ
     change: Tensor | None = None # W − W₀, d' × d, where the start is known
 
-    def has(self, q: str) -> bool:
+    def has(self,
+            q: str, # name of a quantity
+           ) -> bool:
         "Whether a quantity exists here."
         quantity = QUANTITIES[q]
         if q in self.missing or quantity.source is Source.GRADIENT: return False
@@ -59,7 +61,9 @@ class Use:
         seen = any(outer.source is Source.INPUTS for outer in self.outers)
         return seen or quantity.source is not Source.INPUTS
 
-    def get(self, q: str) -> Tensor:
+    def get(self,
+            q: str, # name of a quantity
+           ) -> Tensor:
         "A quantity, formed now and not kept."
         quantity = QUANTITIES[q]
         if q in self.missing:
@@ -213,7 +217,9 @@ class ComparedPair(NamedTuple):
     own: Moments # of the NFM
     entries: float # that each of them has
 
-    def alike(self, kind: str) -> float: # "pearson" or "cosine"
+    def alike(self,
+              kind: str, # "pearson" or "cosine"
+             ) -> float:
         "Their similarity."
         return quantities.similarity_from(kind, self.a, self.own, self.entries)
 
@@ -488,7 +494,8 @@ def _alignments(rep: Report, similarity: str) -> pd.DataFrame:
     return frame[list(shown.values())].set_axis(list(shown), axis=1)
 
 # %% ../../nbs/networks/06_report.ipynb #7281aa7f
-def verdict(layer: Layer) -> str:
+def verdict(layer: Layer, # of a report
+           ) -> str:
     "Whether FACT holds in a layer, in a word or two."
     return _verdict(layer, _fact_numbers(layer))
 

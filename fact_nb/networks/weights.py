@@ -125,7 +125,9 @@ class Reason(Enum):
     NO_EFFECT = "the {what} does not depend on it"
     INTERACT = ("the samples of a batch interact, and {why}")
 
-    def __call__(self, **numbers: object) -> "Missing":
+    def __call__(self,
+                 **numbers: object, # for the places in its sentence
+                ) -> "Missing":
         return Missing(self, numbers)
 
 # %% ../../nbs/networks/02_weights.ipynb #85531fde
@@ -238,7 +240,7 @@ def weight_matrices(model: nn.Module, # any model
     return found + list(_left_over(model, found, skipped)), skipped
 
 # %% ../../nbs/networks/02_weights.ipynb #197c8d5c
-def tie_groups(matrices: list[Matrix],
+def tie_groups(matrices: list[Matrix], # from `weight_matrices`
               ) -> dict[str, list[Matrix]]: # entry name → the modules that share it
     "Group matrices that are the same entries of the same parameter."
     first: dict[tuple, str] = {}
