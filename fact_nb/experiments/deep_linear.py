@@ -120,7 +120,7 @@ def _check_sizes(cfg: Config) -> None:
 # %% ../../nbs/experiments/04_deep_linear.ipynb #7cd9507e
 _full_size = Config(width=512, n=5000, polish_steps=2000, trace=50, noise=(128, 125))
 presets = dict(quick=Config(),
-               cpu=replace(_full_size, seeds=3, epochs=125, long_seeds=1),
+               cpu=replace(_full_size, seeds=3, epochs=125, long_seeds=5),
                paper=replace(_full_size, seeds=5, epochs=5000))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #f93d5eb2
