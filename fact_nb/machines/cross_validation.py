@@ -88,7 +88,8 @@ class RFMClassifierCV(ClassifierMixin, _Searched):
         return self.best_estimator_.decision_function(X)
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #f46fbbef
-def machine_of(search: _Searched) -> Any: # an estimator, not fitted
+def machine_of(search: _Searched, # its estimator, or the usual one for it
+              ) -> Any: # an estimator, not fitted
     "The machine to search over."
     if search.estimator is not None: return search.estimator
     kind = RFMClassifier if isinstance(search, ClassifierMixin) else RFMRegressor
@@ -100,7 +101,8 @@ class Point(NamedTuple):
     bandwidth: float | None # L
     ridge: float # nλ
 
-def points_of(search: _Searched) -> list[Point]:
+def points_of(search: _Searched, # gives bandwidths and ridges
+             ) -> list[Point]:
     "The grid, in the order that breaks ties."
     grid = [Point(b, r) for b in search.bandwidths for r in search.ridges]
     if not grid: raise ValueError("the grid is empty: give at least one ridge and one bandwidth")
@@ -112,7 +114,10 @@ class TrainRows(NamedTuple):
     rows: np.ndarray # that a machine learns from
     held: np.ndarray # that it is judged on
 
-def folds_of(search: _Searched, X: Any, y: np.ndarray) -> list[TrainRows]: # n × d; n or n × c
+def folds_of(search: _Searched, # gives the number or kind of folds
+             X: Any, # n × d
+             y: np.ndarray, # n or n × c
+            ) -> list[TrainRows]:
     "The folds of a search."
     classify = isinstance(search, ClassifierMixin)
     folds = check_cv(search.cv, y, classifier=classify).split(np.zeros(len(y)), y)
@@ -123,8 +128,8 @@ def folds_of(search: _Searched, X: Any, y: np.ndarray) -> list[TrainRows]: # n �
 def errors_of(machine: Any, # not fitted
               X: Any, # n × d
               y: np.ndarray, # n or n × c
-              at: Point,
-              fold: TrainRows,
+              at: Point, # the point of the grid
+              fold: TrainRows, # rows to fit on, rows held out
              ) -> list[float]: # after 0, 1, 2 … updates
     "The errors of one run on its held-out rows."
     one = clone(machine).set_params(**at._asdict())
@@ -133,7 +138,7 @@ def errors_of(machine: Any, # not fitted
     return [h["val_error"] or 0. for h in one.rfm_.history] # None: the targets do not vary
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #29212125
-def grid_of(grid: list[Point],
+def grid_of(grid: list[Point], # in the order of the search
             runs: list[list[float]], # from errors_of: the folds of the first point, of the second …
             folds: int, # how many
            ) -> pd.DataFrame: # a row for each setting that all folds have
@@ -146,7 +151,10 @@ def grid_of(grid: list[Point],
     return pd.DataFrame(rows)
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #4dddc116
-def search(est: _Searched, X: Any, y: Any) -> Any: # est
+def search(est: _Searched, # with its settings; filled in
+           X: Any, # n × d
+           y: Any, # n or n × c
+          ) -> Any: # est
     "Fill in what the search found: cv_results_, best_params_, best_error_, best_estimator_."
     if y is None:
         raise ValueError(f"{type(est).__name__} requires y to be passed, but the target y is None")
