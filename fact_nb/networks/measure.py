@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .accumulate import GROUPS, Measurement, Options, Slot, gradient_slot
 from .accumulate import needs_gradient, share, side_obstacle, stream, width
 from .capture import Part
+from .decoupled import gradient_sizes
 from .processes import as_if_alone, assembled, in_pieces, unwrapped
 from .quantities import QUANTITIES, Quantity, Side, Source, gram, mirror_
 from .quantities import pull_back, target, wanted
@@ -61,17 +62,22 @@ def measure(model: nn.Module, # any model; left exactly as it was
             keep: str = "matrices", # or "summary": numbers only, for models that fill the memory
             # the weights before training, a copied state_dict: adds the centred NFC
             start: Mapping[str, Tensor] | None = None,
+            # AdamW, after training: its state gives fact_adamw, its groups λ if none is named
+            optimizer: torch.optim.Optimizer | None = None,
            ) -> Report: # one entry per weight matrix: rep["0"].fact, rep.table(), rep.plot()
     "Measure FACT, AGOP and eNFA, forward and backward, of every weight matrix of a model."
-    fn, loader, weight_decay = _sorted_out(model, loss_fn, loader, weight_decay)
-    want = wanted(quantities, start is not None)
+    fn, loader, decay = _sorted_out(model, loss_fn, loader, weight_decay, optimizer)
+    want = _asked_for(quantities, start is not None, optimizer)
     options = Options(mode, agop, probes, masks, forward, weight, max_dim, embedding, accumulate,
                       distributed, seed, passes, keep)
     model = unwrapped(model)
-    decay = _named(model, weight_decay)
+    quiet = optimizer is not None
+    decay = _named(model, decay, quiet)
+    sizes = {} if optimizer is None else gradient_sizes(model, optimizer)
     with as_if_alone(model, distributed):
         run, skipped = _prepared(model, fn, decay, want, quantities is not None, options,
-                                 layers, split)
+                                 layers, split, quiet)
+        run.sizes = sizes
         run.start = _started(run, start)
         _measured(run, loader)
         warn_of_modes(run.seen.dropout, has_batch_norm(model), mode)
@@ -82,6 +88,7 @@ def _sorted_out(model: object, # only checked
                 loss_fn: object, # a loss, or a loader in its place
                 loader: object, # a loader, or a weight decay in its place
                 decay: object, # of any form
+                optimizer: object = None, # has a decay, if none is named
                ) -> tuple:
     "Loss (None: the model's own), loader and weight decay, whichever way they were given."
     if not isinstance(model, nn.Module):
@@ -92,18 +99,33 @@ def _sorted_out(model: object, # only checked
                             "leave it out to use the model's own .loss")
         loss_fn, loader, decay = None, loss_fn, loader if decay is None else decay
     if loader is None: raise TypeError("the loader is missing: measure(model, loss_fn, loader, …)")
+    decay = optimizer if decay is None else decay
     if decay is None:
         raise TypeError("weight_decay is missing: pass the λ of training, such as 1e-4, "
                         "a mapping layer → λ, or the optimizer")
     return loss_fn, loader, decay
 
+# %% ../../nbs/networks/00_measure.ipynb #12240d48
+def _asked_for(quantities: Iterable[str] | None, # names; all by default
+               started: bool, # the weights before training are known
+               optimizer: object, # or None
+              ) -> tuple[str, ...]:
+    "The quantities to measure, with those of the optimizer's state where it was passed."
+    want = wanted(quantities, started)
+    of_state = tuple(q.name for q in QUANTITIES.values() if q.source is Source.STEP)
+    if quantities is None and optimizer is not None: return want + of_state
+    if optimizer is not None or not set(of_state) & set(want): return want
+    raise ValueError(f"{', '.join(of_state)} need the state of AdamW: pass optimizer=, the one "
+                     "that trained the model")
+
 # %% ../../nbs/networks/00_measure.ipynb #7ce885de
 def _named(model: nn.Module, # without wrappers, its weights perhaps in pieces
            decay: float | Mapping | torch.optim.Optimizer, # in any of its forms
+           quiet: bool = False, # do not warn of a preconditioner
           ) -> float | Mapping | torch.optim.Optimizer:
     "The decay in a form that does not depend on which tensors hold the weights."
     by_tensor = isinstance(decay, torch.optim.Optimizer) and in_pieces(model)
-    return decay_of(decay, weight_matrices(model)[0]) if by_tensor else decay
+    return decay_of(decay, weight_matrices(model)[0], quiet) if by_tensor else decay
 
 # %% ../../nbs/networks/00_measure.ipynb #4f9dc93d
 def _check_model(model: nn.Module, loss_fn: Callable | None, matrices: list[Matrix],
@@ -136,12 +158,13 @@ def _prepared(model: nn.Module, # without wrappers
               options: Options, # checked already
               layers: str | Iterable[str] | None = None, # which
               split: Mapping[str, int] | None = None, # into blocks
+              quiet: bool = False, # do not warn of a preconditioner
              ) -> tuple[Measurement, dict[str, Missing]]:
     "A run that has not started, after all checks that need no data; and what is skipped already."
     found, skipped = weight_matrices(model)
     _check_model(model, loss_fn, found, skipped)
     every = split_matrices(found, split)
-    lam = decay_of(decay, every)
+    lam = decay_of(decay, every, quiet)
     matrices = chosen(every, layers)
     groups = tie_groups(matrices)
     for entry, tied in groups.items():          # a tied weight may be named by any of its modules
@@ -239,7 +262,8 @@ def _why_missing(run: Measurement, # what was asked for
     free = q.source in (Source.WEIGHT, Source.CHANGE)
     if q.change and not run.start: return Reason.NO_START()
     if q.name not in run.want and not free: return Reason.NOT_ASKED()
-    if q.source is Source.GRADIENT and not x.param.requires_grad: return Reason.FROZEN()
+    of_gradient = q.source in (Source.GRADIENT, Source.STEP)
+    if of_gradient and not x.param.requires_grad: return Reason.FROZEN()
     if q.decays and not run.decay[x.name] > 0: return Reason.NO_DECAY()
     either = [side_obstacle(run.options, s, kind, shape) for s in (q.side, q.summed)]
     return next((why for why in either if why), None)
@@ -396,6 +420,13 @@ def _trace_error(run: Measurement, e: _Entry) -> float:
     "Standard error of tr FACT / tr WᵀW, from its values on single batches."
     return run.spread.get(gradient_slot(run, e.owner), math.nan)
 
+# %% ../../nbs/networks/00_measure.ipynb #ac9c7ee2
+def _divided(run: Measurement, x: Matrix, G: Tensor | None) -> Tensor | None: # d' × d
+    "U = G ⊘ (√v̂ + ε) of a matrix; None where no optimizer told the size."
+    if G is None or not run.sizes: return None
+    name = next((n for n, p in run.model.named_parameters() if p is x.param), "")
+    return x.of(G / run.sizes[name].to(G)) if name in run.sizes else None
+
 # %% ../../nbs/networks/00_measure.ipynb #04b8fb0c
 def _layer(run: Measurement, e: _Entry, copies: _Copies) -> Layer:
     "One entry of the report."
@@ -403,15 +434,18 @@ def _layer(run: Measurement, e: _Entry, copies: _Copies) -> Layer:
     P, G = copies(x.param), _gradient(run, owner)
     missing = _missing(run, owner, x.kind, x.shape)
     if G is None and needs_gradient(run, owner):
-        for q in run.asked(Source.GRADIENT):
+        for q in (*run.asked(Source.GRADIENT), *run.asked(Source.STEP)):
             missing.setdefault(q.name, Reason.NO_EFFECT(what="loss"))
+    U = _divided(run, x, G)
+    for q in run.asked(Source.STEP) if U is None else ():
+        missing.setdefault(q.name, Reason.NO_STATE())
     D = copies.change(x.param)
     uses = {name: _use(run, p, name, P, D) for name, p in e.parts.items()}
     layer = Layer(x.name, x.of(P), missing=missing, uses=uses,
                   weight_decay=run.decay[owner.name], frozen=not x.param.requires_grad,
                   normalised=owner.name in run.seen.normalised, trace_error=_trace_error(run, e),
                   change=None if D is None else x.of(D))
-    layer.G = None if G is None else x.of(G)
+    layer.G, layer.U = None if G is None else x.of(G), U
     if not uses:
         why = Reason.UNSEEN(module=type(run.model.get_submodule(x.module)).__name__)
         for q in [q for source in _CAUSES for q in run.asked(source)]:
@@ -438,7 +472,7 @@ def _gaps(run: Measurement, layer: Layer) -> Iterator[tuple[str, Missing]]: # wh
         why = layer.missing.get(target(side).name)
         if why and why.of_a_side():
             yield f"{layer.name} ({side.value} side)", why
-    for q in run.asked(Source.GRADIENT):
+    for q in (*run.asked(Source.GRADIENT), *run.asked(Source.STEP)):
         why = layer.missing.get(q.name)
         if why and not why.of_a_side():
             yield f"{layer.name} ({q.family})", why
