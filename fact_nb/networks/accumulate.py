@@ -131,6 +131,7 @@ class Measurement:
     found: Findings = field(default_factory=Findings) # what was found out about batches
     start: dict[int, Tensor] = field(default_factory=dict) # id of a parameter → before training
     traces: dict[Slot, list[tuple[float, float]]] = field(default_factory=dict) # w, ⟨P, G⟩/λ‖P‖²
+    sizes: dict[str, Tensor] = field(default_factory=dict) # √v̂ + ε of AdamW, by parameter
 
     def sum(self,
             slot: Slot, # its place
@@ -260,7 +261,8 @@ def needs_gradient(run: Measurement, # what is asked for
                   ) -> bool:
     "Whether something formed from G is wanted of this matrix and exists."
     decays = run.decay[x.name] > 0
-    exists = any(decays or not q.decays for q in run.asked(Source.GRADIENT))
+    asked = (*run.asked(Source.GRADIENT), *run.asked(Source.STEP))
+    exists = any(decays or not q.decays for q in asked)
     return x.param.requires_grad and exists
 
 # %% ../../nbs/networks/04_accumulate.ipynb #5df8c194

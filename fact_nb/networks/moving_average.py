@@ -285,7 +285,7 @@ def _check_sgd(m: Motion, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.SGD):
         raise TypeError(f"the optimizer must be torch.optim.SGD, not {type(optimizer).__name__}: "
                         "a preconditioned step does not follow the gradient flow; for AdamW use "
-                        "fact_nb.networks.zero_decay.MeanStep")
+                        "fact_nb.networks.zero_decay.MeanStep or networks.decoupled.DecayedSteps")
     check_holds(optimizer, m.matrices)
     if any(g["momentum"] >= 1 for g in optimizer.param_groups):
         raise ValueError("momentum must be below 1")

@@ -322,6 +322,7 @@ class Source(Enum):
     WEIGHT = "W alone: no data is needed"
     CHANGE = "W − W₀, the change since the start: no data is needed"
     GRADIENT = "W and G, the gradient of the weight"
+    STEP = "W and U, the gradient divided by the size that AdamW keeps of it"
     LOSSES = "outer products of loss gradients at the layer's output"
     OUTPUTS = "outer products of output gradients at the layer's output"
     INPUTS = "outer products of the layer's inputs"
@@ -462,6 +463,21 @@ _INPUTS = (
         factor=lambda W, H, lam: H, usual=False, against=("benfa",))
 )
 for _quantity in _INPUTS:
+    register_quantity(_quantity)
+
+# %% ../../nbs/networks/01_quantities.ipynb #00a5dc92
+_ADAMW = (
+    Quantity(
+        "fact_adamw", "FACT (AdamW)", "FACT of AdamW",
+        "$-\\frac1\\lambda W^\\top(G\\oslash(\\sqrt{\\hat v}+\\epsilon))$, with AdamW's $\\hat v$",
+        Side.RIGHT, Source.STEP, fact, "FACT (AdamW)", "fact",
+        equality=True, decays=True, usual=False),
+    Quantity(
+        "bfact_adamw", "bFACT (AdamW)", "bFACT of AdamW", "its backward twin",
+        Side.LEFT, Source.STEP, bfact, "FACT (AdamW)", "bfact",
+        equality=True, decays=True, usual=False)
+)
+for _quantity in _ADAMW:
     register_quantity(_quantity)
 
 # %% ../../nbs/networks/01_quantities.ipynb #6fc0fc6e

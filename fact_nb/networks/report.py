@@ -39,6 +39,8 @@ class Outer(NamedTuple):
     side: Side # of the layer
 
 # %% ../../nbs/networks/06_report.ipynb #265b9b02
+_OF_WEIGHT = (Source.GRADIENT, Source.STEP) # belong to the weight as a whole, not to a use
+
 @dataclass(repr=False)
 class Use:
     "AGOP, eNFA and the like at one place where a weight matrix is used: `use.agop`."
@@ -56,7 +58,7 @@ class Use:
            ) -> bool:
         "Whether a quantity exists here."
         quantity = QUANTITIES[q]
-        if q in self.missing or quantity.source is Source.GRADIENT: return False
+        if q in self.missing or quantity.source in _OF_WEIGHT: return False
         if quantity.change and self.change is None: return False
         seen = any(outer.source is Source.INPUTS for outer in self.outers)
         return seen or quantity.source is not Source.INPUTS
@@ -92,7 +94,7 @@ def _base(use: Use, q: Quantity) -> Tensor: # d' × d
 def _added_up(use: Use, q: Quantity) -> Tensor:
     "What a quantity of one use is formed from: W, its change, or the average on its side."
     if q.source in (Source.WEIGHT, Source.CHANGE): return _base(use, q)
-    if q.source is Source.GRADIENT:
+    if q.source in _OF_WEIGHT:
         raise ValueError(f"{q.label} belongs to the weight as a whole: read it of the layer")
     own = Outer(q.source, q.summed)
     if own in use.outers: return use.outers[own]
@@ -107,6 +109,7 @@ INVARIANT = 3e-4 # |tr FACT| / ‖FACT‖ below which a weight counts as scale i
 class Layer(Use):
     "Everything measured about one weight matrix: `layer.fact`, `layer.agop`, `layer.residual`."
     G: Tensor | None = None # ∇_W of the mean loss, d' × d
+    U: Tensor | None = None # G divided by AdamW's √v̂ + ε, where the optimizer was passed
     uses: dict[str, Use] = field(default_factory=dict) # by module; several when weights are tied
     frozen: bool = False # requires_grad is False
     normalised: bool = False # its output goes straight into batch-norm
@@ -149,11 +152,12 @@ class Layer(Use):
         if source is Source.WEIGHT: return True
         if source is Source.CHANGE: return self.change is not None
         if source is Source.GRADIENT: return self.G is not None
+        if source is Source.STEP: return self.U is not None
         return not self.shared and self.name in self.uses and self.uses[self.name].has(q)
 
     def get(self, q: str) -> Tensor:
         "A quantity of this layer, formed now and not kept."
-        of_weight = QUANTITIES[q].source in (Source.WEIGHT, Source.CHANGE, Source.GRADIENT)
+        of_weight = QUANTITIES[q].source in (Source.WEIGHT, Source.CHANGE, *_OF_WEIGHT)
         if of_weight or q in self.held: return super().get(q)
         if self.shared:
             raise ValueError(f"the weight {self.name!r} is used by {list(self.uses)}: "
@@ -162,6 +166,7 @@ class Layer(Use):
 
     def _added_up(self, q: Quantity) -> Tensor:
         if q.source is Source.GRADIENT and self.G is not None: return self.G
+        if q.source is Source.STEP and self.U is not None: return self.U
         return super()._added_up(q)
 
 # %% ../../nbs/networks/06_report.ipynb #a6de4948
@@ -575,8 +580,8 @@ def _save(rep: Report, path: str | Path) -> None:
     layers = []
     for i, layer in enumerate(rep.entries.values()):
         entry = _stored(layer, f"{i}/", arrays)
-        if layer.G is not None:
-            arrays[f"{i}/G"] = layer.G.cpu().numpy()
+        arrays |= {f"{i}/{k}": A.cpu().numpy() for k, A in (("G", layer.G), ("U", layer.U))
+                   if A is not None}
         entry["uses"] = [_stored(u, f"{i}/{j}/", arrays) for j, u in enumerate(layer.uses.values())]
         entry |= {k: getattr(layer, k) for k in ("frozen", "normalised", "trace_error", "numbers")}
         layers.append(entry)
@@ -613,9 +618,10 @@ def _load(path: str | Path) -> Report:
     for i, entry in enumerate(meta["layers"]):
         uses = {u["name"]: Use(**_restored(u, f"{i}/{j}/", arrays))
                 for j, u in enumerate(entry["uses"])}
-        G = torch.from_numpy(arrays[f"{i}/G"]) if f"{i}/G" in arrays else None
         more = {k: entry[k] for k in ("frozen", "normalised", "trace_error", "numbers")}
-        entries[entry["name"]] = Layer(**_restored(entry, f"{i}/", arrays), G=G, uses=uses, **more)
+        more |= _restored(entry, f"{i}/", arrays)
+        more |= {k: torch.from_numpy(arrays[f"{i}/{k}"]) for k in "GU" if f"{i}/{k}" in arrays}
+        entries[entry["name"]] = Layer(**more, uses=uses)
     return Report(entries, meta["skipped"], meta["n"], meta["loss"], Options(**meta["settings"]),
                   meta["notes"])
 

@@ -123,6 +123,7 @@ class Reason(Enum):
     NO_DECAY = "its weight_decay is 0, and FACT divides by it"
     SUMMARY = 'only its summary was kept: measure with keep="matrices"'
     NO_EFFECT = "the {what} does not depend on it"
+    NO_STATE = "the optimizer has taken no step with it, so it knows no size of its gradient"
     INTERACT = ("the samples of a batch interact, and {why}")
 
     def __call__(self,
@@ -327,13 +328,15 @@ def _preconditions(opt: torch.optim.Optimizer) -> bool:
     return decoupled or type(opt).__name__ in ("AdamW", "Adafactor", "Lion", "Muon")
 
 # %% ../../nbs/networks/02_weights.ipynb #bd433fc2
-def _by_optimizer(opt: torch.optim.Optimizer, matrices: list[Matrix]) -> dict[str, float]:
+def _by_optimizer(opt: torch.optim.Optimizer, matrices: list[Matrix],
+                  quiet: bool = False) -> dict[str, float]:
     "Weight decay of each matrix's parameter group."
     _check_owner(opt, matrices)
-    if _preconditions(opt):
+    if _preconditions(opt) and not quiet:
         warnings.warn(f"{type(opt).__name__} does not settle where the gradient is −λW: its "
                       "preconditioner scales the gradient and not the decay, so FACT need not hold "
-                      "even at convergence. AGOP and eNFA are not affected.", stacklevel=5)
+                      "even at convergence. AGOP and eNFA are not affected. Pass AdamW as "
+                      "optimizer=: FACT (AdamW) is what can hold there.", stacklevel=5)
     lam = {id(p): group.get("weight_decay", 0.)
            for group in opt.param_groups for p in group["params"]}
     return {x.name: _number(lam.get(id(x.param), 0.), f" of {x.name}") for x in matrices}
@@ -341,8 +344,9 @@ def _by_optimizer(opt: torch.optim.Optimizer, matrices: list[Matrix]) -> dict[st
 # %% ../../nbs/networks/02_weights.ipynb #b0f2783b
 def decay_of(decay: float | Mapping | torch.optim.Optimizer, # a number, by layer, or the optimizer
              matrices: list[Matrix], # from `weight_matrices`
+             quiet: bool = False, # do not warn of a preconditioner
             ) -> dict[str, float]: # matrix name → λ
     "The weight decay of every matrix."
-    if isinstance(decay, torch.optim.Optimizer): return _by_optimizer(decay, matrices)
+    if isinstance(decay, torch.optim.Optimizer): return _by_optimizer(decay, matrices, quiet)
     if isinstance(decay, Mapping): return _by_mapping(decay, matrices)
     return dict.fromkeys([x.name for x in matrices], _number(decay, ""))
