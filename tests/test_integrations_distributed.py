@@ -95,13 +95,17 @@ say("tensor", "still parallel", hasattr(tp[0].weight, "full_tensor"), torch.allc
 """
 
 ALONE = """
-import time
+import time, warnings
 processes.PATIENCE = 4.
 net = network()
 def attempt():
-    start = time.monotonic()
+    start, told = time.monotonic(), []
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda text, *rest, **kw: told.append((str(text), time.monotonic() - start))
     try: rep = measure(net, ce, mine, .1)
-    except RuntimeError as e: return f"{e} | {time.monotonic() - start < 20}"
+    except RuntimeError as e:
+        soon = [seconds < 3.5 for text, seconds in told if "measure waits in process" in text and "if rank == 0" in text]
+        return f"{e} | {time.monotonic() - start < 20} | told before it fails {soon}"
     return f"n {rep.n:.0f}"
 if rank == 0: say("alone", attempt())
 dist.barrier()
@@ -171,9 +175,9 @@ def test_tensor_parallel_equals_one_process(said):
 
 
 def test_a_call_on_one_rank_only_says_so(said):
-    "After PATIENCE and not after the group's timeout; the failed call puts no process ahead of the other."
+    "Told after a second, over after PATIENCE and not after the group's timeout; the failed call puts no process ahead of the other."
     line = ("measure was called in process {} and not in [{}] within 4 s: call it in every process "
-            "(not under `if rank == 0:`), or pass distributed=False | True")
+            "(not under `if rank == 0:`), or pass distributed=False | True | told before it fails [True]")
     assert of_case(said[0], "alone") == [line.format(0, 1), "n 12", "n 12", "6", "n 12"]
     assert of_case(said[1], "alone") == ["n 12", "n 12", line.format(1, 0), "n 12"]
 

@@ -245,6 +245,51 @@ def test_layers_that_run_once_and_are_broadcast(name, layer):
     check(own[layer], acc, ("bagop", "benfa"), tol=1e-5)
 
 
+class Queries(nn.Module):
+    "Learned queries go through layers of their own, once for the whole batch, and are broadcast to every sample."
+    def __init__(self):
+        super().__init__()
+        self.queries, self.place = nn.Parameter(torch.randn(3, 4)), nn.Embedding(5, 4)
+        self.once, self.key, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        q = torch.tanh(self.once(self.queries))                                    # 3 × 4: no axis of samples
+        h = torch.tanh(self.key(x + self.place(torch.arange(x.shape[1]))))
+        return self.out(torch.softmax(q @ h.mT, -1) @ h).mean(1)
+
+
+def test_learned_queries_and_a_layer_that_runs_once():
+    "Both mix samples: told, and equal to brute force, whatever the size of the batches."
+    with seeded(0): net, x, y = prepared(Queries()), torch.randn(6, 5, 4).double(), torch.randint(3, (6,))
+    with pytest.warns(UserWarning, match="interact or share rows in .*once"): rep = measure(net, ce, [(x, y)], LAM)
+    assert coverage(net, rep)[0] == 1
+    by_two = measure(net, ce, list(zip(x.split(2), y.split(2))), LAM)
+    run = lambda i: (lambda f: (f, ce(f, y[i:i + 1])))(net(x[i:i + 1]))
+    for k, qs in (("once", QS), ("key", QS), ("place", ("bagop", "benfa", "bfact"))):
+        module = net.get_submodule(k)
+        acc = brute(run, module, rep[k].W, 6)
+        for r in (rep, by_two): check(r[k], acc, qs)
+    G = torch.autograd.grad(ce(net(x), y), net.queries)[0]
+    W = net.queries.detach()
+    assert rel_err(-W.T @ G / LAM, rep["queries"].fact) < 1e-12                    # it is no W h: FACT alone
+    with pytest.raises(ValueError, match="not seen from outside"): rep["queries"].agop
+
+
+def test_a_gradient_that_two_weights_share_is_not_counted_twice():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x): return F.linear(x, self.a + self.b)
+
+    with seeded(0): net, x, y = prepared(Sum()), torch.randn(7, 4).double(), torch.randint(3, (7,))
+    G = torch.autograd.grad(ce(net(x), y), net.a)[0]
+    for batches in ([(x, y)], list(zip(x.split(3), y.split(3)))):
+        rep = measure(net, ce, batches, LAM)
+        for k in "ab": assert rel_err(-getattr(net, k).T @ G / LAM, rep[k].fact) < 1e-12
+
+
 def test_adapters():
     "LoRA: the adapters are trained, the base is frozen, and the product B A is seen as two layers."
     peft = pytest.importorskip("peft")
@@ -291,6 +336,73 @@ def test_graph_networks(name):
         check(rep[k], brute(run, net.get_submodule(k), rep[k].W, 7), ("agop", "bagop", "enfa", "benfa"))
         G = torch.autograd.grad(ce(net(x, edges), y), net.get_submodule(k).weight)[0]
         assert rel_err(-rep[k].W.T @ G / LAM, rep[k].fact) < 1e-12
+
+
+# ---------------------------------------------------------------- timm, convolutions sample by sample
+
+def brute_conv(net, x, y, module, group=0):
+    "The reference for a convolution: patches by unfold, the weight as the module's forward computes it."
+    n, found = len(x), {q: 0. for q in QS[2:]}
+    for i in range(n):
+        tape = []
+
+        class Tape(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                z = func(*args, **(kwargs or {}))
+                if func is not torch.conv2d or not tape_on: return z
+                tape.append((args[1], z))
+                return z.clone()                                                   # an activation in place would change z
+        tape_on = []
+        hooks = [module.register_forward_pre_hook(lambda *a: tape_on.append(1)), module.register_forward_hook(lambda *a: tape_on.clear())]
+        with Tape(): f = net(x[i:i + 1])
+        for hook in hooks: hook.remove()
+        (W, z), = tape
+        out = len(W) // module.groups
+        rows = lambda t: t.movedim(1, -1).reshape(-1, z.shape[1])[:, out * group:out * group + out]
+        W = W.detach()[out * group:out * group + out].flatten(1)
+        for g in rows(torch.autograd.grad(ce(f, y[i:i + 1]), z, retain_graph=True)[0]):
+            found["enfa"], found["benfa"] = found["enfa"] + outer(W.T @ g, W.T @ g) / n, found["benfa"] + outer(g, g) / n
+        for v in f.reshape(-1):
+            for j in rows(torch.autograd.grad(v, z, retain_graph=True)[0]):
+                found["agop"], found["bagop"] = found["agop"] + outer(W.T @ j, W.T @ j) / n, found["bagop"] + outer(j, j) / n
+    return found
+
+
+def timm_model(name):
+    "A small model of a family of timm, and two of its layers."
+    pytest.importorskip("timm", exc_type=ImportError)
+    from timm.models import convnext, mlp_mixer, nfnet, resnet
+    make = dict(
+        resnet=lambda: resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], channels=(4, 4, 8, 8), stem_width=4, num_classes=3),
+        convnext=lambda: convnext.ConvNeXt(depths=(1, 1, 1, 1), dims=(4, 4, 8, 8), num_classes=3),
+        mixer=lambda: mlp_mixer.MlpMixer(num_classes=3, img_size=32, patch_size=16, num_blocks=2, embed_dim=8),
+        nf_resnet=lambda: nfnet.NormFreeNet(nfnet.NfCfg(depths=(1, 1, 1, 1), channels=(16, 16, 32, 32), stem_type="7x7_pool", stem_chs=8), num_classes=3))
+    layers = dict(resnet=["layer1.0.conv2", "layer4.0.conv1"], convnext=["stages.1.downsample.1", "stages.2.blocks.0.mlp.fc1"],
+                  mixer=["blocks.0.mlp_tokens.fc1", "blocks.1.mlp_channels.fc2"], nf_resnet=["stages.0.0.conv2", "stages.3.0.conv1"])
+    with seeded(0):
+        model = make[name]()
+        for p in model.parameters(): nn.init.normal_(p, 1., .2)                    # some start at zero, and stop the gradient
+    return prepared(model, .2), layers[name]
+
+
+@pytest.mark.parametrize("name", ["resnet", "convnext", "mixer", "nf_resnet"])
+def test_timm(name):
+    model, layers = timm_model(name)
+    with seeded(1): x, y = torch.randn(3, 3, 32, 32).double(), torch.tensor([0, 1, 2])
+    rep = measure(model, ce, [(x[:2], y[:2]), (x[2:], y[2:])], LAM)
+    fact, agop = coverage(model, rep)
+    assert fact == 1 and agop >= .95, (fact, agop)
+    L = ce(model(x), y)
+    for k in layers:
+        module = model.get_submodule(k)
+        W, G = module.weight.detach().flatten(1), torch.autograd.grad(L, module.weight, retain_graph=True)[0].flatten(1)
+        assert rel_err(-W.T @ G / LAM, rep[k].fact) < 1e-8 and rel_err(-W @ G.T / LAM, rep[k].bfact) < 1e-8
+        use = next(iter(rep[k].uses.values()))
+        if isinstance(module, nn.Conv2d):
+            check(use, brute_conv(model, x, y, module), QS[2:])
+        else:
+            run = lambda i: (lambda f: (f, ce(f, y[i:i + 1])))(model(x[i:i + 1]))
+            check(use, brute(run, module, rep[k].W, 3), QS[2:])
 
 
 # ---------------------------------------------------------------- layers whose product is fused, computed or bare
