@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['GROUPS', 'Options', 'Slot', 'Totals', 'Findings', 'Measurement', 'width', 'side_obstacle', 'needs_gradient',
-           'gradient_slot', 'mixes', 'stream', 'share']
+           'gradient_slot', 'mixes', 'settle', 'stream', 'share']
 
 # %% ../../nbs/networks/04_accumulate.ipynb #637a399b
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ class Measurement:
     seen: Seen = field(default_factory=Seen) # what the forward passes have shown
     total: Totals = field(default_factory=Totals) # how much data there was
     found: Findings = field(default_factory=Findings) # what was found out about batches
+    first: dict[Slot, tuple[Tensor, float]] = field(default_factory=dict) # G of one batch, weight
     start: dict[int, Tensor] = field(default_factory=dict) # id of a parameter → before training
     traces: dict[Slot, list[tuple[float, float]]] = field(default_factory=dict) # w, ⟨P, G⟩/λ‖P‖²
     sizes: dict[str, Tensor] = field(default_factory=dict) # √v̂ + ε of AdamW, by parameter
@@ -144,10 +146,11 @@ class Measurement:
             self.sums[slot] = zeros
         return self.sums[slot]
 
-    @property
-    def spread(self) -> dict[Slot, float]:
-        "Standard error of tr FACT / tr WᵀW of each parameter, over batches."
-        return {slot: _standard_error(pairs) for slot, pairs in self.traces.items()}
+    def spread(self,
+               slot: Slot, # of a gradient
+              ) -> float:
+        "Standard error of tr FACT / tr WᵀW of one parameter, over batches."
+        return _standard_error(self.traces.get(slot, []))
 
     def asked(self,
               source: Source, # what they are formed from
@@ -160,8 +163,9 @@ class Measurement:
 # %% ../../nbs/networks/04_accumulate.ipynb #23dc184c
 def _standard_error(pairs: list[tuple[float, float]]) -> float: # nan for a single batch
     "Standard error of a weighted mean of values from batches."
+    if len(pairs) < 2: return float("nan")
     w, t = torch.tensor(pairs, dtype=torch.float64).T
-    if len(t) < 2 or not w.sum() > 0: return float("nan")
+    if not w.sum() > 0: return float("nan")
     share = w / w.sum()
     gaps = (share * (t - (share * t).sum())).square().sum()
     return float((gaps * len(t) / (len(t) - 1)).sqrt())
@@ -302,12 +306,13 @@ def _from_loss(run: Measurement, # whose sums grow
     _require_graph(L, "loss")
     at: list[Any] = [*params.values(), *(c.at for c in calls)]
     grads = list(torch.autograd.grad(L, at, allow_unused=True, retain_graph=keep))[::-1]
+    often = Counter(g.data_ptr() for g in grads if g is not None)
     for slot, p in params.items():
         G = grads.pop()                                          # the last reference to it
         if G is not None:
             G = G.to_dense() if G.is_sparse else G
-            run.sum(slot, p.shape, p).add_(G, alpha=w)
             _note_trace(run, slot, p.detach(), G, w)
+            _add_gradient(run, slot, p, G, w, alone=often[G.data_ptr()] == 1)
         del G
     for call in calls:
         _add_rows(run, Source.LOSSES, call, grads.pop(), w * w)
@@ -320,6 +325,30 @@ def _note_trace(run: Measurement, slot: Slot, P: Tensor, G: Tensor, w: float) ->
     if lam > 0 and square > 0:
         value = -float(torch.dot(P.reshape(-1), G.reshape(-1).to(P.dtype)) / square) / lam
         run.traces.setdefault(slot, []).append((w, value))
+
+# %% ../../nbs/networks/04_accumulate.ipynb #bc97c0b1
+def _add_gradient(run: Measurement, # whose sums grow
+                  slot: Slot, # of the gradient
+                  p: Tensor, # the parameter
+                  G: Tensor, # its gradient on one batch
+                  w: float, # weight of the batch
+                  alone: bool, # G is nothing else's gradient
+                 ) -> None:
+    "Add w·G of one batch to the gradient of a parameter; the first one is only kept."
+    fresh = slot not in run.sums and slot not in run.first
+    if fresh and alone and G.is_contiguous() and G._base is None:
+        run.first[slot] = G, w
+        return
+    settle(run, slot)
+    run.sum(slot, p.shape, p).add_(G, alpha=w)
+
+def settle(run: Measurement, # whose sums grow
+           slot: Slot, # of a gradient
+          ) -> None:
+    "Turn the gradient of a first batch into a sum."
+    if slot not in run.first: return
+    G, w = run.first.pop(slot)
+    run.sums[slot] = G.to(width(run, G)) * w
 
 # %% ../../nbs/networks/04_accumulate.ipynb #26df418e
 def _value(run: Measurement, got: Answer) -> Tensor:
@@ -672,6 +701,8 @@ def share(run: Measurement, # whose sums become the total
           error: Exception | None, # what went wrong in this process
          ) -> None:
     "Make the sums of all processes equal to their total; a failure of one stops all."
+    for slot in list(run.first):
+        settle(run, slot)
     mine = _message(run, error)
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

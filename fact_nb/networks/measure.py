@@ -6,7 +6,6 @@
 __all__ = ['measure']
 
 # %% ../../nbs/networks/00_measure.ipynb #8ffbd7d0
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .accumulate import GROUPS, Measurement, Options, Slot, gradient_slot
-from .accumulate import needs_gradient, share, side_obstacle, stream, width
+from .accumulate import needs_gradient, settle, share, side_obstacle, stream, width
 from .capture import Part
 from .decoupled import gradient_sizes
 from .processes import as_if_alone, assembled, in_pieces, unwrapped
@@ -240,7 +239,8 @@ def _measured(run: Measurement, loader: Iterable) -> None:
 # %% ../../nbs/networks/00_measure.ipynb #2ad2e344
 def _check_sums(run: Measurement) -> None:
     "Raise when nothing was measured, or something that is no number."
-    bad = next((slot for slot, S in run.sums.items() if not torch.isfinite(S.sum())), None)
+    found = run.sums | {slot: G for slot, (G, _) in run.first.items()}
+    bad = next((slot for slot, S in found.items() if not torch.isfinite(S.sum())), None)
     if bad:
         raise ValueError(f"the gradients of layer {bad.use!r} contain nan or inf "
                          "although the loss is finite")
@@ -414,11 +414,18 @@ def _entries(run: Measurement, x: Matrix) -> Iterator[_Entry]:
 # %% ../../nbs/networks/00_measure.ipynb #a26d162d
 def _gradient(run: Measurement, x: Matrix) -> Tensor | None:
     "Σ w·∇L of x's parameter, None where it is not wanted or the loss does not depend on W."
-    return run.sums.get(gradient_slot(run, x)) if needs_gradient(run, x) else None
+    slot = gradient_slot(run, x)
+    settle(run, slot)
+    return run.sums.get(slot) if needs_gradient(run, x) else None
+
+def _has_gradient(run: Measurement, x: Matrix) -> bool:
+    "Whether there is one."
+    slot = gradient_slot(run, x)
+    return needs_gradient(run, x) and (slot in run.sums or slot in run.first)
 
 def _trace_error(run: Measurement, e: _Entry) -> float:
     "Standard error of tr FACT / tr WᵀW, from its values on single batches."
-    return run.spread.get(gradient_slot(run, e.owner), math.nan)
+    return run.spread(gradient_slot(run, e.owner))
 
 # %% ../../nbs/networks/00_measure.ipynb #ac9c7ee2
 def _divided(run: Measurement, x: Matrix, G: Tensor | None) -> Tensor | None: # d' × d
@@ -459,7 +466,7 @@ def _unmeasured(run: Measurement, name: str) -> Missing | None:
     "Why a matrix has no entry in the report, or None."
     x = run.groups[name][0]
     if any(p.matrix is x for p in run.seen.parts.values()): return None
-    if _gradient(run, x) is not None: return None
+    if _has_gradient(run, x): return None
     if name in run.seen.order: return Reason.NO_GRAD()
     if x.kind is Kind.PARAMETER and not needs_gradient(run, x):
         return Reason.UNSEEN(module=type(run.model.get_submodule(x.module)).__name__)
@@ -482,13 +489,16 @@ def _finished(run: Measurement, names: list[str]) -> Iterator[Layer]:
     "The layers, one after the other; what a layer needs is let go when only its summary is kept."
     copies = _Copies(run)
     left = [gradient_slot(run, run.groups[name][0]) for name in names]
-    for S in [S for slot, S in run.sums.items() if slot.source is Source.GRADIENT]:
-        S.div_(run.total.N)
+    mean: set[Slot] = set()
     for name in names:
+        slot = left.pop(0)
+        settle(run, slot)
+        if slot in run.sums and slot not in mean:
+            run.sums[slot].div_(run.total.N)
+            mean.add(slot)
         for e in _entries(run, run.groups[name][0]):
             layer = _layer(run, e, copies)
             yield layer if copies.lasting else summarised(layer)
-        slot = left.pop(0)
         if slot not in left and not copies.lasting:
             run.sums.pop(slot, None)
 

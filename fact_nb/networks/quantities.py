@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..linalg import psd_power, sym_sqrt
+from ..linalg import psd_power, sym, sym_sqrt
 from ..runtime import dtype_for
 
 # %% ../../nbs/networks/01_quantities.ipynb #09790846
@@ -165,18 +166,42 @@ def similarity_from(kind: str, # "pearson" or "cosine"
     return inner / math.sqrt(square * own)
 
 # %% ../../nbs/networks/01_quantities.ipynb #063debaf
-class GradientGrams(NamedTuple):
-    "Products of a weight with its gradient, with H = G or Gᵀ and M = HVᵀ, S = HHᵀ."
-    M: Tensor # k × k
-    inner: float # ⟨K, M⟩
-    far: float # ⟨K, S⟩ = ‖VᵀH‖²
-    near: float # ‖M‖²
-    total: float # (V1)·(H1)
-
 def _total(A: Tensor) -> float:
     "The sum of the entries of a matrix."
     return float(A.sum(dtype=dtype_for(A.device)))
 
+def _where_not_zero(V: Tensor, H: Tensor) -> tuple[Tensor, Tensor]: # k × m each, or fewer columns
+    "The columns in which H is not zero, when they are less than half: only they enter products."
+    if H.shape[1] < 4096: return V, H
+    there = H.any(0)
+    return (V[:, there], H[:, there]) if 2 * int(there.sum()) < H.shape[1] else (V, H)
+
+# %% ../../nbs/networks/01_quantities.ipynb #2e702510
+class GradientGrams:
+    "Products of a weight with its gradient, with H = G or Gᵀ; each is formed when it is asked for."
+    def __init__(self,
+                 K: Tensor, # k × k: VVᵀ
+                 V: Tensor, # k × m
+                 H: Tensor, # k × m
+                ) -> None:
+        self.K = K
+        self.total = _dot(V.sum(1), H.sum(1))                         # (V1)·(H1)
+        self.V, self.H = _where_not_zero(V, H)
+
+    @cached_property
+    def M(self) -> Tensor: return self.H @ self.V.T                   # k × k
+
+    @cached_property
+    def inner(self) -> float: return _dot(self.K, self.M)             # ⟨K, M⟩
+
+    @cached_property
+    def near(self) -> float: return _dot(self.M, self.M)              # ‖M‖²
+
+    @cached_property
+    def far(self) -> float: # ⟨K, S⟩ = ‖VᵀH‖²
+        return max(0., _dot(self.K, gram(self.H.T)))
+
+# %% ../../nbs/networks/01_quantities.ipynb #df95fd64
 class Grams:
     "The products of a weight with itself and with its gradient, on its smaller side."
     def __init__(self,
@@ -212,12 +237,9 @@ class Grams:
     def gradient(self,
                  G: Tensor, # d' × d, of the mean loss
                 ) -> "GradientGrams":
-        "Products with the gradient, on the smaller side; formed once."
+        "Products with the gradient, on the smaller side; each is formed once."
         if self._of_gradient is None:
-            H = G if self.wide else G.T
-            M, S = H @ self.V.T, gram(H.T)
-            inner, far = _dot(self.K, M), max(0., _dot(self.K, S))
-            self._of_gradient = GradientGrams(M, inner, far, _dot(M, M), _dot(self.sums, H.sum(1)))
+            self._of_gradient = GradientGrams(self.K, self.V, G if self.wide else G.T)
         return self._of_gradient
 
     @property
@@ -305,16 +327,35 @@ def form_moments(g: Grams, # products of the weight
     return Moments(_dot(R @ R.T, S), _dot(S, S), _dot(q, S @ q))
 
 # %% ../../nbs/networks/01_quantities.ipynb #f745967f
+def _krylov(K: Tensor, # symmetric p.s.d.
+            block: int, # vectors at a time
+            steps: int, # products with K
+           ) -> tuple[Tensor, Tensor]: # Q, orthonormal columns; KQ
+    "An orthonormal basis of a block Krylov space, and its image."
+    random = torch.Generator().manual_seed(0)
+    V = torch.linalg.qr(torch.randn(len(K), block, generator=random).to(K)).Q
+    basis, images = [V], [K @ V]
+    for _ in range(steps - 1):
+        Q, R = torch.cat(basis, 1), images[-1]
+        for _ in range(2):                                       # once is not enough in float32
+            R = R - Q @ (Q.T @ R)
+        basis.append(torch.linalg.qr(R).Q)
+        images.append(K @ basis[-1])
+    return torch.cat(basis, 1), torch.cat(images, 1)
+
 def top_eigenvalues(K: Tensor, # symmetric p.s.d.
                     k: int = 4, # how many
-                    iters: int = 30, # steps of the block power iteration
-                   ) -> list[float]: # the largest first
-    "The largest eigenvalues of a p.s.d. matrix."
-    random = torch.Generator().manual_seed(0)
-    V = torch.randn(K.shape[0], min(k + 4, K.shape[0]), generator=random).to(K)
-    for _ in range(iters):
-        V = torch.linalg.qr(K @ V).Q
-    return torch.linalg.eigvalsh(V.T @ K @ V).flip(0)[:k].tolist()
+                    steps: int = 14, # products with K
+                    exact: bool = False, # decompose K instead
+                   ) -> tuple[list[float], float]: # the largest first; bound of their error
+    "The largest eigenvalues of a p.s.d. matrix, and how far off they may be."
+    if exact or len(K) <= 2 * steps * (k + 4):
+        return torch.linalg.eigvalsh(K).flip(0)[:k].tolist(), 0.
+    Q, KQ = _krylov(K, k + 4, steps)
+    e, U = torch.linalg.eigh(sym(Q.T @ KQ))
+    e, U = e[-k:], U[:, -k:]
+    gaps = (KQ @ U - (Q @ U) * e).norm(dim=0)
+    return e.flip(0).tolist(), float(gaps.max())
 
 # %% ../../nbs/networks/01_quantities.ipynb #399cf474
 class Source(Enum):

@@ -186,14 +186,15 @@ def _of_fact(layer: Layer, g: Grams) -> dict[str, float]:
 # %% ../../nbs/networks/06_report.ipynb #788ab4ba
 def spectra_of(layer: Layer, # with its tensors, or with its summary
                g: Grams | None = None, # its products, where they are known already
+               exact: bool = False, # eigenvalues by a decomposition
               ) -> dict[str, float]:
     "Trace, largest eigenvalues and stable rank of WᵀW, and what FACT's trace says."
     if layer.numbers: return layer.numbers["spectra"]
     g = g or Grams(layer.W)
-    top = top_eigenvalues(g.K)
+    top, error = top_eigenvalues(g.K, exact=exact)
     trace = float(g.K.diagonal().sum(dtype=dtype_for(g.K.device)))
     out = {"trace": trace, "stable rank": trace / top[0] if top[0] > 0 else math.nan}
-    out |= {f"λ{i + 1}": v for i, v in enumerate(top)}
+    out |= {f"λ{i + 1}": v for i, v in enumerate(top)} | {"λ ±": error}
     return out | _of_fact(layer, g)
 
 def _fact_numbers(layer: Layer) -> dict[str, float]:
@@ -389,9 +390,12 @@ class Report:
         "Similarity of every quantity with WᵀW, layer by layer."
         return _table(self, similarity, wide, symmetrise, power, fold)
 
-    def spectra(self) -> pd.DataFrame: # one row per layer
+    def spectra(self,
+                exact: bool = False, # decompose every matrix, where it was kept
+               ) -> pd.DataFrame: # one row per layer
         "Trace, largest eigenvalues and stable rank of WᵀW, and what FACT's trace says."
-        return pd.DataFrame({k: spectra_of(layer) for k, layer in self.entries.items()}).T
+        rows = {k: spectra_of(layer, exact=exact) for k, layer in self.entries.items()}
+        return pd.DataFrame(rows).T
 
     def alignments(self,
                    similarity: str = "cosine", # or "pearson"
