@@ -77,7 +77,8 @@ def lines_of(file: str) -> dict[str, int]: # name, or Class.method → line
     return found
 
 # %% ../../nbs/lab/20_documentation.ipynb #274c852e
-def source_url(full_name: str) -> str:
+def source_url(full_name: str, # fact_nb.room.module.name
+              ) -> str:
     "Address of the source of a public name; empty for a name that is not in the index."
     place = places().get(full_name)
     if place is None: return ""
@@ -86,7 +87,8 @@ def source_url(full_name: str) -> str:
     return f'{settings["git_url"]}/blob/{settings["branch"]}/{place.file}#L{line}'
 
 # %% ../../nbs/lab/20_documentation.ipynb #640531e9
-def source_of_function(f: Any) -> str:
+def source_of_function(f: Any, # of any package
+                      ) -> str:
     "Address of the source of a function of the package, also of a private one; or nothing."
     file = getattr(f, "__module__", "").replace(".", "/") + ".py"
     path = Path(fact_nb.__file__).parent.parent / file
@@ -102,7 +104,9 @@ class Vocabulary:
     page: str # of the notebook, from the top of the site
     known: dict[str, str] = field(default_factory=dict) # name → full name
 
-    def full_name(self, name: str) -> str:
+    def full_name(self,
+                  name: str, # as prose has it
+                 ) -> str:
         "The full name of what is meant, or nothing."
         head, _, rest = name.partition(".")
         whole = [name, f"fact_nb.{name}"]
@@ -111,7 +115,9 @@ class Vocabulary:
         return next((n for n in whole if n in places()), "")
 
 # %% ../../nbs/lab/20_documentation.ipynb #9719e1cc
-def address(v: Vocabulary, name: str) -> str:
+def address(v: Vocabulary, # of the notebook
+            name: str, # as prose has it
+           ) -> str:
     "Where a name's entry is, seen from the page of the notebook; empty if it means nothing there."
     place = places().get(v.full_name(name))
     if place is None: return ""
@@ -161,7 +167,9 @@ def vocabulary(page: str, # of the notebook, from the top of the site
 # %% ../../nbs/lab/20_documentation.ipynb #bc1ab051
 _NAME = re.compile(r"(?<!\[)`([A-Za-z_][\w.]*)(\(\))?`(?!\])")
 
-def link_names(text: str, v: Vocabulary) -> str:
+def link_names(text: str, # Markdown
+               v: Vocabulary, # of the notebook
+              ) -> str:
     "Prose with its names linked."
     def linked(m: re.Match) -> str:
         where = address(v, m[1])
@@ -309,7 +317,9 @@ def _member_row(cls: type, m: Member, v: Vocabulary) -> tuple[str, str]:
     return f'<code id="{anchor}">{escape(call)}</code>', meaning
 
 # %% ../../nbs/lab/20_documentation.ipynb #bfd05cec
-def member_table(cls: type, v: Vocabulary) -> str:
+def member_table(cls: type, # of this package
+                 v: Vocabulary, # of the page
+                ) -> str:
     "The methods of a class; empty where it has none."
     rows = [_member_row(cls, m, v) for m in members(cls)]
     if isinstance(cls, type) and issubclass(cls, Enum):
@@ -353,7 +363,8 @@ def _is_only_imports(source: str) -> bool:
     return all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in body)
 
 # %% ../../nbs/lab/20_documentation.ipynb #7bd0461a
-def definitions(source: str) -> list[str]:
+def definitions(source: str, # a cell
+               ) -> list[str]:
     "Names of the functions and classes that a cell defines, private ones included."
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [n.name for n in ast.parse(source).body if isinstance(n, defined)]
@@ -377,7 +388,8 @@ def _constants(source: str) -> list[str]:
     targets = [t for found in by_cell for t in found]
     return [t.id for t in targets if isinstance(t, ast.Name)]
 
-def summary_of(source: str) -> str: # HTML
+def summary_of(source: str, # a cell
+              ) -> str: # HTML
     "What stands on the fold of a cell of code."
     defined = [n for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     names = [n.name for n in defined] or _constants(source)
@@ -417,7 +429,8 @@ class Page:
         return f"{folder}/{name}" if folder else name
 
 # %% ../../nbs/lab/20_documentation.ipynb #2d520142
-def is_section(cell: Any) -> bool:
+def is_section(cell: Any, # as nbdev reads it
+              ) -> bool:
     "Does a new section begin here?"
     return cell.cell_type == "markdown" and bool(re.match(r"##\s", cell.source or ""))
 
@@ -513,7 +526,9 @@ class link_prose(Page):
         known = glossary.exists() and not path.samefile(glossary)
         self.meanings = dict(abbreviations(glossary)) if known else {}
 
-    def __call__(self, cell: Any) -> None:
+    def __call__(self,
+                 cell: Any, # as nbdev reads it
+                ) -> None:
         "One cell."
         if cell.cell_type != "markdown" or not cell.source: return
         if "<table" in cell.source or "<details" in cell.source or cell.source.startswith("---"):
@@ -521,7 +536,8 @@ class link_prose(Page):
         cell.source = explain_once(link_names(cell.source, self.vocabulary), self.meanings)
 
 # %% ../../nbs/lab/20_documentation.ipynb #64dcbeec
-def plain_html(cell: Any) -> None:
+def plain_html(cell: Any, # as nbdev reads it; changed
+              ) -> None:
     "Outputs of HTML become Markdown with the same HTML inside."
     if cell.cell_type != "code": return
     for output in cell.get("outputs") or []:
@@ -532,7 +548,8 @@ def plain_html(cell: Any) -> None:
         data["text/markdown"] = f"```{{=html}}\n{text.strip()}\n```"
 
 # %% ../../nbs/lab/20_documentation.ipynb #3ffdaf06
-def fold_tests(cell: Any) -> None:
+def fold_tests(cell: Any, # as nbdev reads it; changed
+              ) -> None:
     "Fold a cell that only tests."
     if cell.cell_type != "code" or not cell.source or re.match(r"#\| (echo|include)", cell.source):
         return

@@ -119,7 +119,8 @@ def _legend() -> str:
                      f'<text x="{x + 28}" y="277">{name}</text>')
     return "".join(parts)
 
-def training_svg(table: pd.DataFrame) -> str: # of `over_training`
+def training_svg(table: pd.DataFrame, # of `over_training`
+                ) -> str: # SVG
     "The picture at the end of training."
     layers = [int(k) for k in table.columns]
     epochs = sorted(set(table.index.get_level_values("epoch")))

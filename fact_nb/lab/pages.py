@@ -43,7 +43,8 @@ class Verdict:
     reworded: str = "" # when and why its criterion was changed
 
 # %% ../../nbs/lab/06_pages.ipynb #fbdf372e
-def reworded(id: str) -> str: # "" when it never was
+def reworded(id: str, # of a claim
+            ) -> str: # "" when it never was
     "When and why the criterion of a claim was changed, and how it read at first."
     changes = changes_of(id)
     if not changes: return ""
@@ -51,7 +52,9 @@ def reworded(id: str) -> str: # "" when it never was
     return f"criterion changed {said}. At first: “{changes[0]['criterion']}”"
 
 # %% ../../nbs/lab/06_pages.ipynb #2c95e627
-def judged(exp: Experiment, r: Result) -> list[Verdict]:
+def judged(exp: Experiment, # whose judges decide
+           r: Result, # a run of it
+          ) -> list[Verdict]:
     "The claims that a result decides, in the order of the experiment's judges."
     found = []
     for id, decide in exp.judges.items():
@@ -65,11 +68,13 @@ def judged(exp: Experiment, r: Result) -> list[Verdict]:
 # %% ../../nbs/lab/06_pages.ipynb #c4bd69a3
 VERDICT_COLOURS = {HOLDS: "#0a6b3d", CHANGED: "#7a5200", DIFFERS: "#b3261e", NOT_RUN: "#56606b"}
 
-def verdict_class(verdict: str) -> str:
+def verdict_class(verdict: str, # in words
+                 ) -> str:
     "The name that the stylesheet has for a verdict."
     return {HOLDS: "holds", CHANGED: "changed", DIFFERS: "differs"}.get(verdict, "open")
 
-def chip(verdict: str) -> str: # HTML
+def chip(verdict: str, # in words
+        ) -> str: # HTML
     "A verdict as a coloured chip, also where no stylesheet is."
     colour = VERDICT_COLOURS.get(verdict, VERDICT_COLOURS[NOT_RUN])
     look = f"background:{colour};color:#fff;padding:0 .5em;border-radius:.8em;white-space:nowrap"

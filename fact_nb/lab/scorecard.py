@@ -37,7 +37,8 @@ def _git_status(folder: Path, *args: str) -> int | None:
     return done.returncode
 
 # %% ../../nbs/lab/04_scorecard.ipynb #e39a49f6
-def is_committed(path: Path) -> bool | None: # None: git cannot tell
+def is_committed(path: Path, # of a result
+                ) -> bool | None: # None: git cannot tell
     "Is this result checked in and unchanged, its units included?"
     tracked = _git_status(path.parent, "ls-files", "--error-unmatch", "--", path.name)
     if tracked not in (0, 1): return None
@@ -260,24 +261,30 @@ def scorecard(results: str | Path | None = None, # folder of the result store
     return rows
 
 # %% ../../nbs/lab/04_scorecard.ipynb #64042d7d
-def counts(verdicts: Iterable[str]) -> str:
+def counts(verdicts: Iterable[str], # in words
+          ) -> str:
     "How many of each verdict, in words."
     v = list(verdicts)
     found = [k for k in (HOLDS, CHANGED, DIFFERS, TOO_SMALL, NOT_RUN) if k in v]
     return ", ".join(f"{v.count(k)} {k}" for k in found) or "no claims"
 
 # %% ../../nbs/lab/04_scorecard.ipynb #a3745a05
-def verdict_of(row: Mapping[str, Any], where: str) -> Mapping[str, str]:
+def verdict_of(row: Mapping[str, Any], # an entry
+               where: str, # COMMITTED, HERE or UNKNOWN
+              ) -> Mapping[str, str]:
     "The part of an entry that comes from one origin."
     return {COMMITTED: row, HERE: row["here"], UNKNOWN: row["unknown"]}[where]
 
 # %% ../../nbs/lab/04_scorecard.ipynb #0280bd41
-def of_paper(row: Mapping[str, Any]) -> bool:
+def of_paper(row: Mapping[str, Any], # an entry
+            ) -> bool:
     "Is this entry a claim of the paper (or one of ours)?"
     return row["where"] != PAST
 
 # %% ../../nbs/lab/04_scorecard.ipynb #3adab93b
-def totals(rows: Iterable[Mapping[str, Any]], where: str = COMMITTED) -> str:
+def totals(rows: Iterable[Mapping[str, Any]], # entries
+           where: str = COMMITTED, # COMMITTED, HERE or UNKNOWN
+          ) -> str:
     "The counts of the paper's claims, then of ours."
     rows = list(rows)
     paper = [verdict_of(r, where)["verdict"] for r in rows if of_paper(r)]
@@ -285,7 +292,8 @@ def totals(rows: Iterable[Mapping[str, Any]], where: str = COMMITTED) -> str:
     return counts(paper) + (f"; {PAST}: {counts(ours)}" if ours else "")
 
 # %% ../../nbs/lab/04_scorecard.ipynb #ee232995
-def origins(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def origins(rows: Iterable[Mapping[str, Any]], # entries
+           ) -> list[str]:
     "The origins that have a place in the table."
     unknown = any(r["unknown"]["verdict"] != NOT_RUN or r["unknown"]["note"] for r in rows)
     return [COMMITTED, HERE] + [UNKNOWN] * unknown

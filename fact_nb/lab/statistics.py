@@ -18,9 +18,9 @@ from .experiment import Estimate
 # %% ../../nbs/lab/11_statistics.ipynb #af055512
 class Interval(NamedTuple):
     "A mean, and where it would lie with other tables."
-    mean: float
-    low: float
-    high: float
+    mean: float # over the tables
+    low: float # lower end
+    high: float # upper end
 
 # %% ../../nbs/lab/11_statistics.ipynb #02c63394
 def interval(diff: np.ndarray, # one number a table
@@ -88,8 +88,8 @@ def mean_estimate(name: str, # of what
 
 # %% ../../nbs/lab/11_statistics.ipynb #db6fe1e1
 def share_estimate(name: str, # of what
-                   hits: int,
-                   runs: int,
+                   hits: int, # runs in which it happened
+                   runs: int, # in all
                    over: str = "runs", # what they are
                   ) -> Estimate:
     "A share of runs with its exact binomial interval."
@@ -97,6 +97,7 @@ def share_estimate(name: str, # of what
     return Estimate(name, hits / runs, float(ci.low), float(ci.high), runs=runs, over=over)
 
 # %% ../../nbs/lab/11_statistics.ipynb #7f57ce55
-def gain_estimate(v: Versus) -> Estimate:
+def gain_estimate(v: Versus, # two methods, compared
+                 ) -> Estimate:
     "One method's gain over another, with interval and Wilcoxon's p."
     return Estimate(f"{v.a} − {v.b}, points", v.difference, v.low, v.high, v.p, v.tables, "tables")
