@@ -66,7 +66,7 @@ class KernelProduct:
             X = X - X.mean(0)  # in full precision, before rounding to dtype
         self.kernel, self.P = kernel, pairs(X.to(dtype or X.dtype), None, M, kernel.radial)
         self.n, self.entries = X.shape[0], 0
-        self.tile = _tile_shape(tile, X.device)
+        self.tile = _tile_shape(tile, self.n, X.device)
         self.wide = dtype_for(X.device)
         self.sums = self.wide if exact else self.P.left.dtype
 
@@ -90,9 +90,10 @@ class KernelProduct:
         return self.kernel.k_((self.P.left * self.P.right).sum(1))
 
 # %% ../../nbs/machines/06_iterative.ipynb #929d055b
-def _tile_shape(tile: tuple[int, int] | None, where: torch.device) -> tuple[int, int]:
-    "Rows and columns of a tile: those asked for, or what suits the device."
-    if tile is None: return (256, 2048) if where.type == "cpu" else (4096, 16384)
+def _tile_shape(tile: tuple[int, int] | None, n: int, where: torch.device) -> tuple[int, int]:
+    "Rows and columns of a tile: those asked for, or what suits the device and n rows."
+    if tile is None and where.type == "cpu": return 256, 2048
+    if tile is None: return min(1024, max(64, n // 8), n), min(8192, n)
     if tile[0] > tile[1]:
         raise ValueError(f"a tile of {tile[0]} × {tile[1]}: give at least as many columns as rows")
     return tile

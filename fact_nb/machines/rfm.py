@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,9 +30,10 @@ from .selection import Criterion, ErrorMetric, EvidenceOf, Kept, LooOf, SeenFits
 from .selection import Selection, best_ridge, distinct_rows, error_of, held_out
 from .selection import strata_of
 from .selection import seen_from_plain, seen_to_plain, selection_rule
+from .iterative import default_rank
 from .packed import Packed, packed_room, solve_packed
-from .solvers import SOLVERS, PlanReason, SolverPlan, memory_limit, noted, plan_fit
-from .solvers import solve_kernel
+from .solvers import SOLVERS, SolverPlan, available_memory, memory_limit, noted
+from .solvers import plan_fit, plan_iterative, refines, solve_kernel
 from .threads import one_core_each
 from .updates import UPDATES, UpdateRule, check_choice, effective_rank, objective
 from .updates import rescale, root_of, trace_of, update_rule
@@ -58,6 +59,7 @@ class Settings:
     solver: str = "auto" # "auto", "direct", "cholesky", "eigh", "packed" or "iterative"
     tol: float = 1e-5 # residual at which the iterative solver stops
     memory: float | None = None # bytes the fit may use; by default what is free
+    refine: bool | str = "auto" # factor in float32, refine in float64; "auto": where that pays
     seed: int = 0 # of the held-out split
     time_limit: float | None = None # seconds after which no further update is begun
     settle: float = 1e-3 # stable: stop when I − S on the range of M is as small as this
@@ -82,6 +84,7 @@ def check_settings(s: Settings, # of a machine
     check_choice(s.normalize, "normalize", ("trace", "max", "median", None))
     check_choice(s.diagonal, "diagonal", (False, True))
     check_choice(s.solver, "solver", SOLVERS)
+    check_choice(s.refine, "refine", ("auto", True, False))
     selection_rule(s.keep)
     _check_numbers(s)
     if not isinstance(s.kernel, Kernel):
@@ -293,9 +296,15 @@ class Fit:
         return _try_metric(self, M)
 
 # %% ../../nbs/machines/01_rfm.ipynb #8c6f041e
+_T = TypeVar("_T")
+
 @torch.no_grad()
 def _core(fit: Fit, of_agop: bool) -> Tensor: # d × d
     "T or S of a fit, from the stored coefficients if they are its own."
+    return _with_room(fit.settings, fit.problem, lambda: _core_now(fit, of_agop))
+
+def _core_now(fit: Fit, of_agop: bool) -> Tensor: # d × d
+    "The same with the memory as it is."
     p, radial = fit.problem, fit.settings.kernel.radial
     X = centred(p.X, radial)
     C: Coefs = kernel_coefficients(fit.settings.kernel, _mapped(X, fit.W), None)
@@ -303,6 +312,22 @@ def _core(fit: Fit, of_agop: bool) -> Tensor: # d × d
         C = p.C
     if of_agop: return agop_core(C, fit.alpha, X, radial, p.w).to(fit.M)
     return fact_core(C, fit.alpha, X, radial).to(fit.M)
+
+# %% ../../nbs/machines/01_rfm.ipynb #7f87bc7f
+def _with_room(s: Settings, p: Problem, work: Callable[[], _T]) -> _T:
+    "Do some work; where memory runs out, once more after the matrices were given back."
+    reads_K = s.selection.needs_matrix or s.rule.looks
+    try:
+        return work()
+    except torch.OutOfMemoryError as e:
+        if p.C is None and (p.K is None or reads_K): raise
+        e.__traceback__ = None
+    warnings.warn("out of memory beside the kernel matrix: it is given back and made again",
+                  RuntimeWarning, stacklevel=2)
+    p.C = p.holder = None
+    p.K = p.K if reads_K else None
+    p.plan = p.plan and replace(p.plan, store=False, refine=False)
+    return work()
 
 # %% ../../nbs/machines/01_rfm.ipynb #3a0067ca
 def _try_metric(fit: Fit, M: Tensor) -> float:
@@ -332,13 +357,12 @@ def fit_alpha(s: Settings, # with the kernel's bandwidth set
     try:
         return _fit_by(plan, s, p, M, alpha0, coef)
     except torch.OutOfMemoryError as e:
-        p.plan = _next_plan(plan, s, p)
-        if p.plan is None: raise
-        said = f"out of memory by the plan ({plan}): going on "
-        how = "iteratively" if p.plan.method == "iterative" else "without stored coefficients"
-        warnings.warn(said + how, RuntimeWarning, stacklevel=2)
+        if _at_an_end(plan, s, p): raise
         e.__traceback__ = None                          # its frames hold the matrices
-    p.K = p.C = p.holder = p.ready = None
+    p.K = p.half = p.C = p.holder = p.ready = None
+    p.plan, how = _next_plan(plan, s, p)
+    warnings.warn(f"out of memory by the plan ({plan}): going on {how}", RuntimeWarning,
+                  stacklevel=2)
     return fit_alpha(s, p, M, alpha0, coef)
 
 # %% ../../nbs/machines/01_rfm.ipynb #4749397d
@@ -348,8 +372,9 @@ def _fit_by(plan: SolverPlan, s: Settings, p: Problem, M: Tensor, alpha0: Tensor
     W = root_of(M)
     if plan.method == "direct": return _direct(s, p, M, W, coef and plan.store)
     if plan.method == "packed": return _packed(plan, s, p, M, W)
+    free = min(plan.limit, available_memory(p.X.device))
     sol = solve_kernel(s.kernel, _mapped(p.X, W), p.Y, s.ridge, method="iterative",
-                       memory=plan.limit, alpha0=alpha0, tol=s.tol)
+                       memory=free, alpha0=alpha0, tol=s.tol, rank=plan.rank)
     note = noted(plan, sol.note)
     return Fit(s, p, M, W, sol.alpha.to(p.Y), sol.method, note, sol.residual)
 
@@ -361,12 +386,22 @@ def _packed(plan: SolverPlan, s: Settings, p: Problem, M: Tensor, W: Tensor) -> 
     return Fit(s, p, M, W, sol.alpha.view_as(p.Y), sol.method, noted(plan, sol.note), sol.residual)
 
 # %% ../../nbs/machines/01_rfm.ipynb #dcc3d5d9
-def _next_plan(plan: SolverPlan, s: Settings, p: Problem) -> SolverPlan | None: # None: no other
-    "What to try when the memory of a plan is not there."
-    if plan.method != "direct": return None
-    if plan.store: return replace(plan, store=False)
-    if s.solver != "auto" or p.w is not None or s.selection.needs_matrix: return None
-    return replace(plan, method="iterative", reason=PlanReason.TOO_LARGE)
+def _at_an_end(plan: SolverPlan, s: Settings, p: Problem) -> bool:
+    "Is there nothing else to try when the memory of a plan is not there?"
+    if plan.method == "iterative": return (plan.rank or default_rank(plan.n)) <= 50
+    if plan.refine or plan.store: return False
+    tied = s.solver != "auto" or p.w is not None or s.selection.needs_matrix
+    return tied or s.ridge == 0
+
+def _next_plan(plan: SolverPlan, s: Settings, p: Problem) -> tuple[SolverPlan, str]:
+    "What to try then, and in words."
+    if plan.refine: return replace(plan, refine=False), "with a factor in float64 alone"
+    if plan.store: return replace(plan, store=False), "without stored coefficients"
+    smaller = (plan.rank or default_rank(plan.n)) // 2 if plan.method == "iterative" else None
+    free = min(plan.limit, available_memory(p.X.device))
+    (n, d), c = p.X.shape, p.Y.shape[1]
+    other = plan_iterative(n, d, c, p.X.element_size(), free, smaller)
+    return other, f"iteratively, with a preconditioner of rank {other.rank}"
 
 # %% ../../nbs/machines/01_rfm.ipynb #e21b0694
 def _plan_of(s: Settings, p: Problem) -> SolverPlan:
@@ -374,7 +409,10 @@ def _plan_of(s: Settings, p: Problem) -> SolverPlan:
     (n, d), c = p.X.shape, p.Y.shape[1]
     limit = memory_limit(s.memory, p.X.device)
     weighted, loo = p.w is not None, s.selection.needs_matrix
-    return plan_fit(s.solver, n, d, c, p.X.element_size(), limit, weighted, loo)
+    plan = plan_fit(s.solver, n, d, c, p.X.element_size(), limit, weighted, loo)
+    if plan.method != "direct" or loo: return plan
+    spare = limit - plan.need - n * n * p.X.element_size() * plan.store
+    return replace(plan, refine=refines(s.refine, n, p.X.dtype, p.X.device, spare))
 
 # %% ../../nbs/machines/01_rfm.ipynb #ac85c93b
 def _direct(s: Settings, p: Problem, M: Tensor, W: Tensor, store: bool) -> Fit:
@@ -384,7 +422,8 @@ def _direct(s: Settings, p: Problem, M: Tensor, W: Tensor, store: bool) -> Fit:
     if u is not None:
         K.mul_(u).mul_(u.T)
     Y = p.Y if u is None else u * p.Y
-    sol = solve(K, Y, s.ridge, method="auto" if s.solver == "direct" else s.solver)
+    refine = p.plan is not None and p.plan.refine
+    sol = solve(K, Y, s.ridge, "auto" if s.solver == "direct" else s.solver, refine)
     alpha = sol.alpha if u is None else u * sol.alpha
     note = "" if p.plan is None else noted(p.plan, sol.note)
     fit = Fit(s, p, M, W, alpha, sol.method, note, sol.residual)
@@ -474,7 +513,7 @@ def turn(s: Settings, # with the kernel's bandwidth set
     fit = _next_fit(s, p, state)
     if fit is None: return None
     fit.t, fit.memory = state.t, state.memory
-    fit.row = _row(fit, state.trace)
+    fit.row = _with_room(s, p, lambda: _row(fit, state.trace))
     s.selection.look(fit)
     fit.row["seconds"] = perf_counter() - start
     state.history.append(fit.row)
@@ -529,7 +568,7 @@ def identity_of(s: Settings, # with the kernel's bandwidth set
                 p: Problem, # the data
                ) -> dict[str, Any]: # name → what the run was made with
     "What two runs must share to continue each other: all but how much memory they may use."
-    left_out = (*_IN_RULE, "keep", "memory", "progress", "time_limit")
+    left_out = (*_IN_RULE, "keep", "memory", "refine", "progress", "time_limit")
     same = {f.name: getattr(s, f.name) for f in fields(Settings) if f.name not in left_out}
     data = dict(X=p.X, y=p.Y, sample_weight=p.w, validation=p.val)
     return same | dict(update=s.rule, keep=s.selection) | data
@@ -725,6 +764,8 @@ def _conclusion(run: MachineRun) -> tuple[Kept, list[dict[str, Any]]]: # the cho
     chosen = s.selection.choose(run.state.seen)
     if s.holdout is None and chosen.alpha is not None: return chosen, history
     now = s if chosen.ridge is None else replace(s, ridge=chosen.ridge)
+    if run.problem is not run.whole:
+        run.problem.K = run.problem.C = None            # the refit has a matrix of its own
     fit = fit_alpha(now, run.whole, chosen.M, coef=False)
     if s.holdout is not None:
         history = history + [dict(iter=chosen.t, solver=fit.solver, note="refit on all rows")]

@@ -35,10 +35,15 @@ ROUNDED: Counter = Counter()        # float32 products made while TF32 was on, b
 class Memory:
     "Bytes on the device: now, at most since `reset`, and the most that there may be."
     def __init__(self):
-        self.now, self.peak, self.made, self.total, self.users = 0, 0, 0, None, Counter()
+        self.now, self.users = 0, Counter()
+        self.reset()
 
-    def reset(self, total=None):
-        self.peak, self.total, self.made = self.now, total, 0
+    def reset(self, total=None, told=None, cached=0, refuse=None):
+        """From here on there are `total` bytes (None: no end); the device says that there are
+        `told` (None: the truth), holds `cached` of them back, and has none where `refuse(size)`."""
+        self.peak, self.made, self.total = self.now, 0, total
+        self.told, self.cached = total if told is None else told, cached
+        self.refuse = refuse or (lambda size: False)
 
     def take(self, t, owner):
         "Count the storage of a tensor until its last owner is gone."
@@ -50,7 +55,8 @@ class Memory:
         if not self.users[key]:
             self.now += size
             self.made += 1
-            if self.total is not None and self.now > self.total:
+            full = self.total is not None and self.now > self.total
+            if full or self.refuse(size):
                 self.now -= size
                 raise torch.OutOfMemoryError(f"{NAME} out of memory. Tried to allocate {size} B")
         self.users[key] += 1
@@ -89,8 +95,11 @@ class Module(backend_registration._DummyBackendModule):
         self.states[index_of(device)] = state.clone()
 
     def mem_get_info(self, device=0):
-        total = 2**34 if MEMORY.total is None else MEMORY.total
-        return total - MEMORY.now, total
+        total = 2**34 if MEMORY.told is None else MEMORY.told
+        return total - MEMORY.now - MEMORY.cached, total
+
+    def memory_allocated(self, device=0): return MEMORY.now
+    def memory_reserved(self, device=0): return MEMORY.now + MEMORY.cached
 
 
 class Hooks(backend_registration._DummyPrivateUse1Hook):
