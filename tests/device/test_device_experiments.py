@@ -24,6 +24,8 @@ SMALL = dict(
     separation="seeds=1 eps=0.9",
     kernel_theory="seeds=1",
     linear_kernel="cs=3 ridges=10 seeds=1 iters=3 n=40 d=8",
+    relu_kinks="epochs=3 seeds=1 iters=3",
+    margins="levels=-0.1,-1 fall=0.2",
     no_decay="seeds=1 iters=50 zero_steps=200 motion_time=1 steps=40,40")
 WORDS = ("part", "task", "learner", "op", "method", "protocol", "setting", "schedule", "net",
          "noise")
