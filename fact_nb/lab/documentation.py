@@ -179,12 +179,13 @@ def link_names(text: str, # Markdown
 
 # %% ../../nbs/lab/20_documentation.ipynb #3acde4b0
 def _words(comment: str, v: Vocabulary) -> str:
-    "A comment as HTML: backticks become code, known names links."
+    "A comment as HTML: backticks become code, known names links, a star stays a star."
     parts = re.split(r"`([^`]+)`", comment)
     shown = []
     for i, part in enumerate(parts):
         where = address(v, part.removesuffix("()")) if i % 2 else ""
-        text = f"<code>{escape(part)}</code>" if i % 2 else escape(part)
+        safe = escape(part).replace("*", "&#42;")
+        text = f"<code>{safe}</code>" if i % 2 else safe
         shown.append(f'<a href="{where}">{text}</a>' if where else text)
     return "".join(shown)
 
