@@ -16,6 +16,7 @@ from fact_nb.networks.measure import measure
 from fact_nb.networks.moving_average import Motion
 from fact_nb.networks.training import Batches, Recipe, cross_entropy, residuals, train
 from fact_nb.networks.watch import Watch
+from fact_nb.experiments.depth import Window
 from fact_nb.networks.zero_decay import MeanStep, dual_fact, min_norm_point
 from fact_nb.runtime import device as find_device
 from fact_nb.runtime import has_float64, seeded
@@ -154,6 +155,23 @@ def test_training_killed_and_resumed(name, device, tmp_path):
         assert q.device == device
         close(p, q, 1e-6)
     same_table(table, table2)
+
+
+def test_the_window_of_depth_killed_and_resumed(device, tmp_path):
+    "Its sums come back from the host and go on where the gradients are."
+    def run(at=None, path=None):
+        x, y = data(dtype=torch.float32)
+        model, win = network(lambda: models.mlp(6, 2, 8, 2), device), Window(after=0)
+        train(model, F.mse_loss, x, y, Recipe(epochs=4, batch_size=16), callbacks=[win, Stop(at)],
+              checkpoint=path, save_every=0, progress=False)
+        return win
+    whole = run()
+    with pytest.raises(KeyboardInterrupt): run(3, tmp_path / "c")
+    again = run(None, tmp_path / "c")
+    assert again.n == whole.n >= 4 and again.sums.keys() == whole.sums.keys() != set()
+    for k in whole.sums:
+        assert again.sums[k].device == device
+        close(whole.sums[k], again.sums[k], 1e-6)
 
 
 def test_dropout_goes_on_with_the_device_s_random_numbers(device, tmp_path):
