@@ -398,7 +398,8 @@ def draw_line(r: Result) -> plt.Figure:
     annealed, constant = readings(r), readings(r, "constant")
     archs = [a for a in ARCHS if a in set(annealed.arch)]
     with style():
-        fig, axes = plt.subplots(1, len(archs), figsize=(WIDTH, 2.5), sharey=True, squeeze=False)
+        fig, axes = plt.subplots(1, len(archs), figsize=(WIDTH, 2.5), sharex=True, sharey=True,
+                                 squeeze=False)
         for ax, arch in zip(axes[0], archs):
             d, c = annealed[annealed.arch == arch], constant[constant.arch == arch]
             ax.plot(c.tau * 1.25, c.r, "x", ms=4, color="grey", label="constant rate")
