@@ -92,7 +92,7 @@ BATCH, BETA2 = 64, .999 # of part length
 
 def units(cfg: Config) -> list[dict[str, Any]]:
     "Every part with its grid."
-    lengths = dict(gpt=cfg.gpt_taus, gpt_norm=(LONG,))
+    lengths: dict[str, tuple[float, ...]] = dict(gpt=cfg.gpt_taus, gpt_norm=(LONG,))
     length = [dict(arch=a, tau=t, schedule=s) for a in cfg.archs
               for s, taus in (("cosine", lengths.get(a, cfg.taus)), ("constant", cfg.constant))
               for t in taus]
