@@ -93,13 +93,13 @@ BATCH, BETA2 = 64, .999 # of part length
 def units(cfg: Config) -> list[dict[str, Any]]:
     "Every part with its grid."
     lengths: dict[str, tuple[float, ...]] = dict(gpt=cfg.gpt_taus, gpt_norm=(LONG,))
-    length = [dict(arch=a, tau=t, schedule=s) for a in cfg.archs
-              for s, taus in (("cosine", lengths.get(a, cfg.taus)), ("constant", cfg.constant))
-              for t in taus]
-    noise = [dict(batch=b, beta2=BETA2) for b in cfg.batches if b != BATCH]
+    length = [dict(arch=a, tau=t, schedule="cosine") for a in cfg.archs
+              for t in lengths.get(a, cfg.taus)]
+    length += [dict(arch=a, tau=t, schedule="constant") for a in cfg.archs for t in cfg.constant]
+    noise: list[dict] = [dict(batch=b, beta2=BETA2) for b in cfg.batches if b != BATCH]
     noise += [dict(batch=BATCH, beta2=b) for b in cfg.beta2s if b != BETA2]
     account = [dict(arch=a, optimizer=o) for a in cfg.archs for o in cfg.optimizers]
-    grids = dict(length=length, noise=noise, account=account)
+    grids: dict[str, list[dict]] = dict(length=length, noise=noise, account=account)
     return [dict(part=p) | point | dict(seed=s) for p in cfg.parts for point in grids[p]
             for s in range(cfg.seeds)]
 

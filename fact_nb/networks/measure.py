@@ -36,8 +36,7 @@ def measure(model: nn.Module, # any model; left exactly as it was
             loader: Iterable | None = None,
             # λ: one number, layer → number, or the optimizer used in training
             weight_decay: float | Mapping | torch.optim.Optimizer | None = None,
-            # names in the registry: nfm fact agop enfa bnfm bfact bagop benfa, and on demand
-            # cnfm cagop (with start=) and hcov bhcov; fewer cost less
+            # names of the registry; fewer cost less; cnfm cagop hcov bhcov fact_adamw on demand
             quantities: Iterable[str] | None = None,
             # "eval", "train" (dropout averaged over masks), or "keep" the modes as they are
             mode: str = "eval",
