@@ -1,6 +1,7 @@
 """`measure` on architectures that people train: every matrix, and against a brute force that imports only torch.
 
 Two layers of each are compared sample by sample, output by output, in float64. Libraries are optional: what is not installed is skipped."""
+import importlib
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fact_nb.linalg import rel_err
 from fact_nb.networks.measure import measure
+from fact_nb.networks.quantities import Source
 from fact_nb.networks.report import Report
 from fact_nb.runtime import seeded
 
@@ -711,6 +713,24 @@ def test_a_report_holds_each_weight_and_gradient_once():
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     size = sum(p.numel() * 8 for p in model.parameters() if p.ndim > 1)
     assert sum(held.values()) == 2 * size                                           # W and G, nothing else
+
+
+@pytest.mark.parametrize("batches,layers,each", [(1, None, 2), (2, None, 4), (2, "0", 4)])
+def test_bytes_that_gradients_take(monkeypatch, batches, layers, each):
+    "By count: one batch keeps gradients in the model's precision, several are added up in float32; layers= takes a part."
+    module = importlib.import_module("fact_nb.networks.measure")
+    finish, held = module._report, []
+
+    def counted(run, skipped):
+        kept = [G for G, _ in run.first.values()] + [S for slot, S in run.sums.items() if slot.source is Source.GRADIENT]
+        held.append(sum(t.numel() * t.element_size() for t in kept))
+        return finish(run, skipped)
+    monkeypatch.setattr(module, "_report", counted)
+    with seeded(0): net, x, y = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16(), torch.randn(6, 8).bfloat16(), torch.randint(3, (6,))
+    rep = measure(net, ce, list(zip(x.chunk(batches), y.chunk(batches))), LAM, quantities=["fact"], keep="summary", layers=layers)
+    assert held == [each * sum(net.get_submodule(k).weight.numel() for k in rep.layers)]
+    wide = measure(net.float(), ce, [(x.float(), y)], LAM, quantities=["fact"])
+    assert abs(rep.table().loc["0", "FACT"] - wide.table().loc["0", "FACT"]) < .02
 
 
 def test_tables_on_the_smaller_side_equal_the_definition():

@@ -336,7 +336,8 @@ def _add_gradient(run: Measurement, # whose sums grow
                  ) -> None:
     "Add w·G of one batch to the gradient of a parameter; the first one is only kept."
     fresh = slot not in run.sums and slot not in run.first
-    if fresh and alone and G.is_contiguous() and G._base is None:
+    whole = G.untyped_storage().nbytes() == G.numel() * G.element_size()     # not a view of more
+    if fresh and alone and whole:
         run.first[slot] = G, w
         return
     settle(run, slot)
@@ -348,7 +349,7 @@ def settle(run: Measurement, # whose sums grow
     "Turn the gradient of a first batch into a sum."
     if slot not in run.first: return
     G, w = run.first.pop(slot)
-    run.sums[slot] = G.to(width(run, G)) * w
+    run.sums[slot] = (G.to(width(run, G)) * w).contiguous()
 
 # %% ../../nbs/networks/04_accumulate.ipynb #26df418e
 def _value(run: Measurement, got: Answer) -> Tensor:
