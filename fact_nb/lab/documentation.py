@@ -170,17 +170,17 @@ _NAME = re.compile(r"(?<!\[)`([A-Za-z_][\w.]*)(\(\))?`(?!\])")
 def link_names(text: str, # Markdown
                v: Vocabulary, # of the notebook
               ) -> str:
-    "Prose with its names linked."
+    "Prose with its names linked; code and headings stay as they are."
     def linked(m: re.Match) -> str:
         where = address(v, m[1])
         return f"[{m[0]}]({where})" if where else m[0]
-    blocks = re.split(r"(^```.*?^```[^\n]*$)", text, flags=re.M | re.S)
-    return "".join(b if b.startswith("```") else _NAME.sub(linked, b) for b in blocks)
+    blocks = re.split(r"(^```.*?^```[^\n]*$|^#[^\n]*$)", text, flags=re.M | re.S)
+    return "".join(b if b.startswith(("```", "#")) else _NAME.sub(linked, b) for b in blocks)
 
 # %% ../../nbs/lab/20_documentation.ipynb #3acde4b0
 def _words(comment: str, v: Vocabulary) -> str:
     "A comment as HTML: backticks become code, known names links, a star stays a star."
-    parts = re.split(r"`([^`]+)`", comment)
+    parts = re.split(r"`([^`]+)`", " ".join(comment.split()))
     shown = []
     for i, part in enumerate(parts):
         where = address(v, part.removesuffix("()")) if i % 2 else ""

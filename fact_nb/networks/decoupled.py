@@ -116,7 +116,9 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> Any:
+    def step(self,
+             closure: Callable | None = None, # evaluates the loss again; None: gradients are there
+            ) -> Any:
         "One step; a closure is evaluated first."
         with torch.enable_grad():
             loss = closure() if closure else None

@@ -31,7 +31,8 @@ class ReluPass(NamedTuple):
     D: Tensor # gradient of the mean loss by the outputs, n × c
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0008
-def linear_layers(net: nn.Sequential) -> list[nn.Linear]:
+def linear_layers(net: nn.Sequential, # Linear, ReLU, Linear, …, Linear
+                 ) -> list[nn.Linear]:
     "The linear layers of a ReLU perceptron."
     kinds = [nn.Linear if i % 2 == 0 else nn.ReLU for i in range(len(net))]
     plain = len(net) % 2 and all(type(m) is kind for m, kind in zip(net, kinds))
@@ -68,12 +69,13 @@ def _as_double(t: Tensor) -> Tensor:
     return t.double() if t.is_floating_point() else t
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0014
-def relu_slopes(p: ReluPass) -> list[Tensor]: # of the hidden layers, n × d'
+def relu_slopes(p: ReluPass, # a forward pass
+               ) -> list[Tensor]: # of the hidden layers, n × d'
     "Autograd's slopes: 1 above zero, 0 elsewhere."
     return [(z > 0).double() for z in p.Z]
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0015
-def slope_gradients(p: ReluPass,
+def slope_gradients(p: ReluPass, # a forward pass
                     S: Sequence[Tensor], # slopes of the hidden layers
                    ) -> list[Tensor]: # of every layer, shaped like V
     "G = DᵀH from the output down."
@@ -85,7 +87,7 @@ def slope_gradients(p: ReluPass,
     return found[::-1]
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0021
-def at_kinks(p: ReluPass,
+def at_kinks(p: ReluPass, # a forward pass
              tol: float = 1e-4, # of the mean |z| of a layer
             ) -> list[Tensor]: # masks of the hidden layers, n × d'
     "The entries that sit at the kink."
@@ -94,7 +96,7 @@ def at_kinks(p: ReluPass,
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0023
 def random_entries(free: Sequence[Tensor], # masks of `at_kinks`
-                   seed: int = 0,
+                   seed: int = 0, # of the draw
                   ) -> list[Tensor]: # masks of the same shapes
     "As many entries a neuron, none of them at a kink."
     g = torch.Generator().manual_seed(seed)
@@ -117,7 +119,7 @@ def neuron_slopes(A: Tensor, # d × k: what each free slope adds to the gradient
     return torch.from_numpy(found.x).clamp(0, 1)
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0030
-def top_down_slopes(p: ReluPass,
+def top_down_slopes(p: ReluPass, # a forward pass
                     free: Sequence[Tensor], # masks of the entries to solve for
                     lam: float, # weight decay λ
                    ) -> list[Tensor]: # of the hidden layers, n × d'
@@ -135,7 +137,7 @@ def top_down_slopes(p: ReluPass,
     return S
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0036
-def rest_defect(p: ReluPass,
+def rest_defect(p: ReluPass, # a forward pass
                 S: Sequence[Tensor], # slopes
                 lam: float, # weight decay λ
                ) -> Tensor:
@@ -145,7 +147,7 @@ def rest_defect(p: ReluPass,
     return torch.stack(parts).sum()
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0037
-def joint_slopes(p: ReluPass,
+def joint_slopes(p: ReluPass, # a forward pass
                  S: Sequence[Tensor], # where to start
                  free: Sequence[Tensor], # masks of the entries to solve for
                  lam: float, # weight decay λ
@@ -166,7 +168,7 @@ def joint_slopes(p: ReluPass,
     return place(torch.from_numpy(found.x))
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0040
-def solved_slopes(p: ReluPass,
+def solved_slopes(p: ReluPass, # a forward pass
                   free: Sequence[Tensor], # masks of the entries to solve for
                   lam: float, # weight decay λ
                   iters: int = 100, # of the descent on all layers together; 0 for none
@@ -175,7 +177,7 @@ def solved_slopes(p: ReluPass,
     return joint_slopes(p, top_down_slopes(p, free, lam), free, lam, iters)
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0041
-def fact_with_slopes(p: ReluPass,
+def fact_with_slopes(p: ReluPass, # a forward pass
                      S: Sequence[Tensor], # slopes of the hidden layers
                      lam: float, # weight decay λ
                     ) -> list[Tensor]: # of every layer, d × d
