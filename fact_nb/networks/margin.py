@@ -147,8 +147,8 @@ def margin_descent(model: nn.Module, # moved
 # %% ../../nbs/networks/19_margin.ipynb #mg0031
 @torch.no_grad()
 def _move(ps: Sequence[nn.Parameter], # moved
-          along: Sequence[Tensor],
-          length: float,
+          along: Sequence[Tensor], # directions
+          length: float, # of the step
          ) -> None:
     "θ ← θ + length · along."
     for p, G in zip(ps, along):
