@@ -16,7 +16,7 @@ SMALL = dict(
     grokking="p=11 iters=3 nfa_iters=3 draws=2",
     similarity="p=11 other_p=11 iters=3 nfa_iters=3",
     depth="epochs=3 polish=6 window=3 seeds=1 n=100 width=12",
-    epochs="epochs=10 looks=10 n=100 width=12",
+    epochs="epochs=10 looks=10 n=60 width=8 layers=1",
     motion="epochs=3 n=100 width=12 exact_epochs=2 flow_time=1",
     tabular="iters=1",
     stable="iters=2",

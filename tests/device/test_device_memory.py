@@ -3,6 +3,8 @@
 A strip's share of a matrix falls with n: at 25,000 rows a strip is 2.7 % of them, at 50,000 .7 %.
 The counts here are made with the share that strips have at 25,000 rows.
 """
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -120,7 +122,7 @@ GB16 = 2**34        # what the simulated device says it has, where it is not tol
 
 
 def machine(memory=1e9, **options):
-    return RFM(kernels.Laplace(3.), iters=2, ridge=1., progress=False, memory=memory, **options)
+    return RFM(kernels.Laplace(3.), iters=1, ridge=10., progress=False, memory=memory, **options)
 
 
 def test_a_number_that_was_said_is_checked_against_the_device(device):
@@ -128,7 +130,7 @@ def test_a_number_that_was_said_is_checked_against_the_device(device):
     import simulated
     X, y = points(device, 600)
     whole = machine().fit(X, y)
-    assert whole._run is None and len(whole.history) == 3
+    assert whole._run is None and len(whole.history) == 2
     room = int(2.4 / .9 * 8 * 600**2)        # K, and what the solver adds at this n; not C
     simulated.MEMORY.reset(total=simulated.MEMORY.now + room)
     with pytest.warns(RuntimeWarning, match="more than the .* free on simulated"):
@@ -154,14 +156,15 @@ def test_what_the_cache_holds_back_counts_as_free(device):
 def test_out_of_memory_falls_back_to_the_next_plan(room, said, solver, device, recwarn):
     "Somebody else took it meanwhile. First without stored coefficients, then iteratively."
     import simulated
-    X, y = points(device, 600)
-    Z = points(device, 700)[0][600:]
+    n = 300 if solver == "cg" else 600
+    X, y = points(device, n)
+    Z = points(device, n + 100)[0][n:]
     whole = machine().fit(X, y).predict(Z)
     recwarn.clear()
-    simulated.MEMORY.reset(total=simulated.MEMORY.now + int(room * 8 * 600**2), told=GB16)
+    simulated.MEMORY.reset(total=simulated.MEMORY.now + int(room * 8 * n**2), told=GB16)
     found = machine().fit(X, y)
     simulated.MEMORY.reset()
-    assert {h["solver"] for h in found.history} == {solver} and len(found.history) == 3
+    assert {h["solver"] for h in found.history} == {solver} and len(found.history) == 2
     told = [str(w.message) for w in recwarn if "out of memory" in str(w.message)]
     assert all("\n" not in t for t in told) and bool(told) == bool(said)
     assert any(said in t for t in told) or not said
@@ -202,10 +205,10 @@ def test_memory_that_runs_out_once_at_any_stage_changes_nothing(device):
     whole, stages = fit(0)
     first = [h["val_error"] for h in whole.history]
     solvers = set()
-    assert stages > 30
-    for refused in range(1, stages, max(1, stages // 16)):
+    assert stages > 15
+    for refused in range(1, stages, max(1, stages // 12)):
         found, _ = fit(refused)
-        assert [h["iter"] for h in found.history] == [0, 1, 2]
+        assert [h["iter"] for h in found.history] == [0, 1]
         assert [h["val_error"] for h in found.history] == pytest.approx(first, rel=1e-3)
         torch.testing.assert_close(found.predict(V).cpu(), whole.predict(V).cpu(), rtol=0, atol=1e-3)
         solvers |= {h["solver"] for h in found.history}
@@ -239,7 +242,7 @@ def weak(monkeypatch):
 
 
 def test_a_weak_device_factors_in_float32_and_answers_in_float64(device, weak):
-    "The same predictions within 1e-8 of their size, after three updates; refine=False factors in float64."
+    "The same predictions within 1e-8 of their size, after two fits; refine=False factors in float64."
     X, y = points(device, 400)
     wide, narrow = (machine(refine=r).fit(X, y) for r in (False, "auto"))
     assert {h["solver"] for h in wide.history} == {"cholesky"}
@@ -277,11 +280,12 @@ def rules(**options): return Rules(**dict(methods=("kernel", "nfa", "fact"), ite
 @pytest.mark.parametrize("stacked", [True, False])
 def test_a_small_table_in_stacks_on_a_device(stacked, device, weak, monkeypatch):
     "Ridges factored together, or one by one with the help of float32: the same choices and scores."
-    T, _ = table(device, 480)
+    T, _ = table(device, 240)
     host = Table(T.name, T.X.cpu(), T.y.cpu(), 2, T.train.cpu(), T.validation.cpu(),
                  tuple((a.cpu(), b.cpu()) for a, b in T.folds))
     if not stacked: monkeypatch.setattr(batched, "STACKED_THERE", 10)
-    for a, b in zip(published(rules(), T), published(rules(), host)):
+    two = replace(rules(), methods=("kernel", "fact"))
+    for a, b in zip(published(two, T), published(two, host)):
         assert {k: a[k] for k in a if k != "seconds"} == {k: b[k] for k in b if k != "seconds"}
 
 
