@@ -222,13 +222,17 @@ def test_contrastive_loss_is_told_and_its_enfa_refused():
     with pytest.warns(UserWarning, match="contrastive"): rep = measure(model, [batch], weight_decay=LAM)
     assert coverage(model, rep) == (1, 1)
     with pytest.raises(ValueError, match="interact, and the loss of a batch is not a mean"): rep["text_projection"].enfa
-    W, z = model.text_projection.weight, []
-    hook = model.text_projection.register_forward_hook(lambda m, a, out: z.append(out))
-    f = model(**{k: v.double() if v.is_floating_point() else v for k, v in batch.items()}).logits_per_image
-    hook.remove()
-    J = torch.cat([torch.autograd.grad(v, z[0], retain_graph=True)[0] for v in f.reshape(-1)])
-    assert rel_err(J.T @ J / B, rep["text_projection"].bagop) < 1e-8
-    assert rel_err(rep["text_projection"].nfm, W.T @ W) < 1e-12
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    for layer in ("text_projection", "visual_projection"):
+        W, z = model.get_submodule(layer).weight, []
+        hook = model.get_submodule(layer).register_forward_hook(lambda m, a, out: z.append(out))
+        out = model(**wide, return_loss=True)
+        hook.remove()
+        J = torch.cat([torch.autograd.grad(v, z[0], retain_graph=True)[0] for v in out.logits_per_image.reshape(-1)])
+        assert rel_err(J.T @ J / B, rep[layer].bagop) < 1e-8
+        G, = torch.autograd.grad(out.loss, W)
+        assert rel_err(-(W.T @ G / LAM).detach(), rep[layer].fact) < 1e-8
+        assert rel_err(rep[layer].nfm, W.T @ W) < 1e-12
 
 
 @pytest.mark.parametrize("name,layer", [("bert", "bert.embeddings.position_embeddings"), ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"),
