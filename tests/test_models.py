@@ -74,13 +74,14 @@ def prepared(model, std=.4):
     return model.double().eval()
 
 
-def coverage(model, rep):
-    "Share of the entries of trained parameters with two or more axes that have FACT; that have AGOP at some use."
+def coverage(model, rep, names=("agop", "enfa")):
+    "Share of the entries of trained parameters with two or more axes that have FACT; that have all of names at some use."
     total = sum(p.numel() for p in model.parameters() if p.ndim > 1 and p.requires_grad)
     layers = [v for v in rep.entries.values() if not v.frozen]
+    both = lambda u: all(u.has(q) or u.has("b" + q) for q in names)
     fact = sum(v.W.numel() for v in layers if v.has("fact") or v.has("bfact"))
-    agop = sum(v.W.numel() for v in layers if any(u.has("agop") or u.has("bagop") for u in v.uses.values()))
-    return fact / total, agop / total
+    seen = sum(v.W.numel() for v in layers if any(map(both, v.uses.values())))
+    return fact / total, seen / total
 
 
 class Double(TorchFunctionMode):
@@ -220,7 +221,7 @@ def test_contrastive_loss_is_told_and_its_enfa_refused():
                                                     vision_config=tower | dict(image_size=8, patch_size=4), projection_dim=6)))
         batch = dict(input_ids=ids, pixel_values=torch.randn(B, 3, 8, 8))
     with pytest.warns(UserWarning, match="contrastive"): rep = measure(model, [batch], weight_decay=LAM)
-    assert coverage(model, rep) == (1, 1)
+    assert coverage(model, rep, ["agop"]) == (1, 1)
     with pytest.raises(ValueError, match="interact, and the loss of a batch is not a mean"): rep["text_projection"].enfa
     wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     for layer in ("text_projection", "visual_projection"):
