@@ -18,7 +18,7 @@ from fact_nb.networks.training import Batches, Recipe, cross_entropy, residuals,
 from fact_nb.networks.watch import Watch
 from fact_nb.experiments.depth import Window
 from fact_nb.networks.zero_decay import MeanStep, dual_fact, min_norm_point
-from fact_nb.runtime import device as find_device
+from fact_nb.runtime import device as find_device, set_random_state
 from fact_nb.runtime import has_float64, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -186,10 +186,11 @@ def test_a_checkpoint_moves_to_a_machine_with_fewer_devices(device, tmp_path, mo
     "Begun on the device, continued on the host: the random state of what is gone is left out."
     with pytest.raises(KeyboardInterrupt):
         trained("watch", device, 2, tmp_path / "c", polish=4)
-    def gone(which): raise RuntimeError(f"there is no {which} here")
+    def only_here(where, state):
+        if where.type != "cpu": raise RuntimeError(f"there is no {where} here")
+        set_random_state(where, state)
     with monkeypatch.context() as m:
-        m.setattr("fact_nb.runtime.accelerators", list)
-        m.setattr(torch, "get_device_module", gone)
+        m.setattr("fact_nb.networks.training.set_random_state", only_here)
         model, table = trained("watch", "cpu", None, tmp_path / "c", polish=4)
     same_table(trained("watch", "cpu", polish=4)[1], table)
 
