@@ -38,7 +38,7 @@ def explain(obj: _T, # a function, a class, or a module whose public names are m
 # %% ../nbs/05_explain.ipynb #cc3ff1d1
 def _complete(obj: Callable) -> None:
     "Add the sections to a docstring that has none."
-    doc = inspect.getdoc(obj) or "" # of a method, also what the one that it overrides says
+    doc = inspect.cleandoc(obj.__doc__ or "")
     if re.search(r"^(Parameters|Returns)\n-+$", doc, re.M): return
     try:
         obj.__doc__ = (doc + _sections(obj)).strip() or obj.__doc__

@@ -302,8 +302,9 @@ def members(cls: type, # of this package
 # %% ../../nbs/lab/20_documentation.ipynb #0b910bc8
 def _meaning_of(cls: type, name: str) -> str:
     "The docstring of a method, or of the one that it overrides."
-    said = (getattr(vars(c).get(name), "__doc__", None) for c in _own_classes(cls))
-    return inspect.cleandoc(next((text for text in said if text), "")).split("\n\n")[0]
+    said = (getattr(vars(c).get(name), "__doc__", None) or "" for c in _own_classes(cls))
+    first = (inspect.cleandoc(text).split("\n\n")[0] for text in said)
+    return next((text for text in first if text and not text.startswith("Parameters\n")), "")
 
 # %% ../../nbs/lab/20_documentation.ipynb #fe70ce45
 def _member_row(cls: type, m: Member, v: Vocabulary) -> tuple[str, str]:
