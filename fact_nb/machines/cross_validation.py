@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FOLD_RIDGES', 'RFMRegressorCV', 'RFMClassifierCV', 'machine_of', 'Point', 'points_of', 'TrainRows', 'folds_of',
-           'errors_of', 'grid_of', 'choose_on_folds']
+           'errors_along', 'in_order', 'grid_of', 'choose_on_folds']
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #3f315248
 from typing import Any, NamedTuple
@@ -125,21 +125,34 @@ def folds_of(search: _Searched, # gives the number or kind of folds
     return [TrainRows(rows, held[np.isin(y[held], y[rows])]) for rows, held in folds]
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #162f324b
-def errors_of(machine: Any, # not fitted
-              X: Any, # n × d
-              y: np.ndarray, # n or n × c
-              at: Point, # the point of the grid
-              fold: TrainRows, # rows to fit on, rows held out
-             ) -> list[float]: # after 0, 1, 2 … updates
-    "The errors of one run on its held-out rows."
-    one = clone(machine).set_params(**at._asdict())
-    held = rows_of(X, fold.held), y[fold.held]
-    one.fit(rows_of(X, fold.rows), y[fold.rows], eval_set=held)
-    return [h["val_error"] or 0. for h in one.rfm_.history] # None: the targets do not vary
+def errors_along(machine: Any, # not fitted
+                 X: Any, # n × d
+                 y: np.ndarray, # n or n × c
+                 points: list[Point], # of the grid, with one bandwidth
+                 fold: TrainRows, # rows to fit on, rows held out
+                ) -> list[list[float]]: # for each point: after 0, 1, 2 … updates
+    "The errors of several ridges on the held-out rows; a bandwidth is looked for once."
+    train, held = ((rows_of(X, rows), y[rows]) for rows in fold)
+    bandwidth, found = points[0].bandwidth, []
+    for at in points:
+        one = clone(machine).set_params(bandwidth=bandwidth, ridge=at.ridge)
+        one.fit(*train, eval_set=held)
+        bandwidth = getattr(one.rfm_.fitted_kernel, "bandwidth", None)
+        found.append([h["val_error"] or 0. for h in one.rfm_.history]) # None: nothing varies
+    return found
+
+
+# %% ../../nbs/machines/15_cross_validation.ipynb #cvorder1
+def in_order(runs: list[list[Any]], # from `errors_along`: fold by fold for each bandwidth
+             folds: int, # how many
+            ) -> list[Any]: # the folds of the first point, of the second …
+    "The runs in the order of the grid."
+    groups = [runs[i:i + folds] for i in range(0, len(runs), folds)]
+    return [run for group in groups for point in zip(*group) for run in point]
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #29212125
 def grid_of(grid: list[Point], # in the order of the search
-            runs: list[list[float]], # from errors_of: the folds of the first point, of the second …
+            runs: list[list[float]], # the folds of the first point, of the second …
             folds: int, # how many
            ) -> pd.DataFrame: # a row for each setting that all folds have
     "Mean and standard error over the folds."
@@ -161,8 +174,9 @@ def choose_on_folds(est: _Searched, # with its settings; filled in
     machine, grid = machine_of(est), points_of(est)
     X, y = indexable(X, np.asarray(y))
     folds = folds_of(est, X, y)
-    tried = [delayed(errors_of)(machine, X, y, p, f) for p in grid for f in folds]
-    runs = Parallel(est.n_jobs)(tried)
+    wide = [[p for p in grid if p.bandwidth == b] for b in dict.fromkeys(p[0] for p in grid)]
+    tried = [delayed(errors_along)(machine, X, y, some, f) for some in wide for f in folds]
+    runs = in_order(Parallel(est.n_jobs)(tried), len(folds))
     found = est.cv_results_ = grid_of(grid, runs, len(folds))
     best = int(found.error.argmin())
     est.best_params_ = grid[found.point[best]]._asdict() | dict(iters=int(found.iters[best]))
