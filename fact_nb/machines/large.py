@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['LARGE_FROM', 'LargeSettings', 'LargeFit', 'fit_large', 'suits_large', 'large_settings', 'Rows', 'kept_rows',
            'with_median', 'learn_step', 'Centres', 'right_side', 'gram_times', 'block_rows', 'GramProduct',
-           'CentrePreconditioner', 'solve_centres', 'ridge_errors', 'LargeRun', 'plan_large', 'begin_large', 'fit_rows',
-           'Split', 'grow_tree', 'leaf_of', 'LeafPredictor', 'fit_leaves', 'centres_core', 'DaskRows', 'as_float',
-           'unshared', 'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
+           'CentrePreconditioner', 'solve_centres', 'ridge_errors', 'LargeRun', 'plan_large', 'large_work',
+           'begin_large', 'fit_rows', 'Split', 'grow_tree', 'leaf_of', 'LeafPredictor', 'fit_leaves', 'centres_core',
+           'DaskRows', 'as_float', 'unshared', 'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
 
 # %% ../../nbs/machines/10_large.ipynb #d2163430
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class LargeSettings:
     steps: int = 30 # of conjugate gradients, at most
     metric: ErrorMetric = "mse" # error on held-out rows
     memory: float | None = None # bytes the fit may use; None: what is free
+    time_limit: float | None = None # seconds; then no update and no leaves are begun
     seed: int = 0 # of subsets, centres and held-out rows
     progress: bool | None = None # progress bar; None: when a terminal is there
 
@@ -104,7 +106,8 @@ def large_settings(m: RFM, # a machine as it was set up
     given = m.ridge if isinstance(m.ridge, (int, float)) else None
     ridges = LargeSettings.ridges if given is None else (float(given),)
     return LargeSettings(kernel=m.kernel, iters=6 if m.iters else 0, ridges=ridges, metric=m.metric,
-                         memory=m.memory, seed=m.seed, progress=m.progress)
+                         memory=m.memory, time_limit=m.time_limit, seed=m.seed,
+                         progress=m.progress)
 
 # %% ../../nbs/machines/10_large.ipynb #867bdb65
 @dataclass
@@ -357,6 +360,24 @@ def plan_large(n: int, # rows
                           f"{in_gb(other)}: raise memory=, or choose fewer rows=")
     return k, other + 12 * k * k + 4 * n * k <= limit
 
+# %% ../../nbs/machines/10_large.ipynb #largees2
+def large_work(n: int, # rows
+               d: int, # columns
+               c: int, # targets
+               s: LargeSettings, # the choices
+               limit: int, # bytes
+              ) -> tuple[float, float]: # operations and bytes, both about
+    "What a fit on many rows will take."
+    k, keep = plan_large(n, s, limit)
+    machine = lambda m: m**3 / 3 + 2 * m**2 * (2 * d + c + 20)
+    learn = (s.iters + 1) * machine(s.rows)
+    choose = 2 * (2 * min(n, 20_000) * 1000 * (1000 + d) + len(s.ridges) * 1000**3)
+    solve = 2 * k**3 / 3 + 2 * n * k * ((1 if keep else 10) * (d + 20) + 20 * c)
+    leaves = s.leaves or (s.leaves is None and n <= 300_000)
+    tree = 2 * n / s.rows * machine(s.rows) if leaves else 0
+    need = 8 * s.rows**2 + 3 * 2**27 + 12 * k**2 + (4 * n * k if keep else 0)
+    return learn + choose + solve + tree, float(need)
+
 # %% ../../nbs/machines/10_large.ipynb #a6c00ff6
 def begin_large(rows: Any, # `Rows`, or what does the same
                 s: LargeSettings, # the choices
@@ -380,7 +401,7 @@ def begin_large(rows: Any, # `Rows`, or what does the same
 def _stored(rows: Any, s: LargeSettings, checkpoint: str | Path | None) -> tuple[Any, Callable]:
     "The state in a checkpoint of the same run, if there is one, and what writes it."
     if checkpoint is None: return None, lambda state: None
-    same = replace(s, memory=None, progress=None)
+    same = replace(s, memory=None, progress=None, time_limit=None)
     known = dict(settings=fingerprint(same), rows=fingerprint(rows.data))
     return load_state(checkpoint, known), lambda state: save_state(checkpoint, state, known)
 
@@ -434,17 +455,19 @@ def fit_rows(rows: Any, # `Rows`, or what does the same
              checkpoint: str | Path | None = None, # file to continue from and to write to
             ) -> LargeFit:
     "The three steps, on rows that may live anywhere."
+    start = perf_counter()
     run = begin_large(rows, s, checkpoint)
+    late = lambda: s.time_limit is not None and perf_counter() - start > s.time_limit
     hide = None if s.progress is None else not s.progress
     with tqdm(total=s.iters + 3, desc="large", leave=False, disable=hide) as bar:
-        while s.iters and run.state["t"] <= s.iters:
+        while s.iters and run.state["t"] <= s.iters and not late():
             _learn(run)
             bar.update()
         for key, step in (("chosen", _choose_large), ("B", _solve_large)):
             if run.state[key] is None:
                 step(run)
             bar.update()
-        predictor = _with_leaves(run, _base(run))
+        predictor = _base(run) if late() else _with_leaves(run, _base(run))
     return _conclude_large(run, predictor)
 
 # %% ../../nbs/machines/10_large.ipynb #8e0cb763
