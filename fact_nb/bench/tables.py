@@ -6,8 +6,9 @@
 __all__ = ['DEVELOPED_ON', 'TABLES', 'CONTENDERS', 'PART_TITLES', 'SPACES', 'TUNED_TABLES', 'TableSpec', 'SplitTable',
            'inputs_and_targets', 'split_rows', 'as_categories', 'as_filled_text', 'as_matrix', 'as_is', 'XrfmPeer',
            'Contender', 'installed', 'calibration_error', 'run_unit', 'scores_file', 'stored_scores', 'run_units',
-           'by_table', 'by_pair', 'against_peers', 'committed_scores', 'peers_figure', 'drawn_settings', 'inner_score',
-           'run_tuned_unit', 'tuned_file', 'run_tuned', 'bench']
+           'by_table', 'paired_units', 'against_peers', 'committed_scores', 'committed_tuned', 'comparison_text',
+           'peers_table', 'markdown_table', 'means_of', 'furthest', 'peers_figure', 'drawn_settings', 'inner_score',
+           'run_tuned_unit', 'tuned_file', 'run_tuned', 'tuning_gain', 'gain_table', 'bench_rows', 'bench']
 
 # %% ../../nbs/bench/05_tables.ipynb #bc78df9b
 import importlib.util
@@ -397,16 +398,15 @@ def by_table(scores: pd.DataFrame, part: str) -> pd.DataFrame: # tables × metho
     here = scores[scores.part == part]
     return here.pivot_table(index="table", columns="method", values="score", aggfunc="mean")
 
-def by_pair(scores: pd.DataFrame, # units
-            part: str, # "a", "b" or "r"
-            ours: str, # one method
-            peer: str, # another
-           ) -> pd.DataFrame: # tables × the two methods
-    "Mean score over the seeds that both have."
+def paired_units(scores: pd.DataFrame, # units
+                 part: str, # "a", "b" or "r"
+                 ours: str, # one method
+                 peer: str, # another
+                ) -> pd.DataFrame: # (table, seed) × the two methods
+    "The units that both have."
     here = scores[(scores.part == part) & scores.method.isin([ours, peer])]
     wide = here.pivot_table(index=["table", "seed"], columns="method", values="score")
-    return wide.reindex(columns=[ours, peer]).dropna().groupby("table").mean()
-
+    return wide.reindex(columns=[ours, peer]).dropna()
 
 # %% ../../nbs/bench/05_tables.ipynb #86026909
 def against_peers(scores: pd.DataFrame, # units
@@ -416,21 +416,94 @@ def against_peers(scores: pd.DataFrame, # units
     "Ours against every other method, paired by table."
     rows = []
     for peer in (m for m in CONTENDERS if m != ours):
-        both = by_pair(scores, part, ours, peer)
+        units = paired_units(scores, part, ours, peer)
+        both = units.groupby("table").mean()
         if len(both) < 2: continue
         v = versus(both, ours, peer)
         mean, theirs = both.mean()
-        rows.append(dict(peer=peer, tables=len(both), ours=mean, theirs=theirs,
-                         difference=v.difference, low=v.low, high=v.high, wins=v.wins,
-                         losses=v.losses, p=v.p))
+        rows.append(dict(peer=peer, tables=len(both), seeds=len(units) / len(both), ours=mean,
+                         theirs=theirs, difference=v.difference, low=v.low, high=v.high,
+                         wins=v.wins, losses=v.losses, p=v.p))
     return pd.DataFrame(rows)
 
-
 # %% ../../nbs/bench/05_tables.ipynb #0c333b4a
+def _beside() -> Path | None:
+    "The results that are kept with the repository."
+    beside = Path(fact_nb.__file__).resolve().parent.parent / "results"
+    return beside if beside.exists() else None
+
 def committed_scores() -> pd.DataFrame:
     "The units of the run that is kept with the repository."
-    beside = Path(fact_nb.__file__).resolve().parent.parent / "results"
-    return stored_scores(scores_file(beside if beside.exists() else None))
+    return stored_scores(scores_file(_beside()))
+
+def committed_tuned() -> pd.DataFrame:
+    "The units of its tuned part."
+    return stored_scores(scores_file(_beside()).with_name("tuned.csv"))
+
+# %% ../../nbs/bench/05_tables.ipynb #textrow1
+def _points(x: float) -> str:
+    "A difference in points, with its sign."
+    return f"{100 * x:+.1f}".replace("-", "−")
+
+def _small(x: float, form: str = ".4f") -> str:
+    "A number without the zero in front."
+    return f"{x:{form}}".replace("0.", ".", 1)
+
+def comparison_text(c: Any, # a row of `against_peers`
+                    tables: int, # of the part
+                    seeds: float = 3, # of the contender that has most
+                   ) -> str:
+    "Difference, interval, wins : losses, p."
+    p = "p < .0001" if c.p < 1e-4 else f"p = {_small(c.p, '.2g')}"
+    what = [f"{c.tables} tables" if c.tables < tables else "",
+            "1 seed" if c.seeds == 1 < seeds else ""]
+    less = f" [{', '.join(filter(None, what))}]" if any(what) else ""
+    return (f"{_points(c.difference)} ({_points(c.low)} … {_points(c.high)}), "
+            f"{c.wins} : {c.losses}, {p}{less}")
+
+# %% ../../nbs/bench/05_tables.ipynb #textrow2
+def peers_table(scores: pd.DataFrame, # units
+                titles: dict[str, str], # part → what stands above its column
+                sizes: dict[str, int], # part → how many tables it has
+               ) -> str: # in Markdown
+    "RFM against every contender, a column for each part."
+    columns = {}
+    for part in titles:
+        found = against_peers(scores, part)
+        most = max(found.seeds, default=1)
+        columns[part] = {c.peer: comparison_text(c, sizes[part], most) for c in found.itertuples()}
+    peers = [m for m in CONTENDERS if any(m in column for column in columns.values())]
+    lines = [[m, *(columns[part].get(m, "–") for part in titles)] for m in peers]
+    return markdown_table(["against", *titles.values()], lines)
+
+def markdown_table(head: list[str], # what stands above the columns
+                   lines: list[list[str]], # a list of cells each
+                  ) -> str:
+    "Cells as a table."
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+# %% ../../nbs/bench/05_tables.ipynb #facts001
+def means_of(scores: pd.DataFrame, # units
+             column: str, # "seconds", "ece" or "log_loss"
+             parts: str, # such as "ab"
+            ) -> dict[str, float]: # method → mean
+    "The mean of a column over the units of each method that has run on all tables."
+    here = scores[scores.part.isin(list(parts))]
+    whole = here.table.nunique()
+    by_method = here.groupby("method")
+    return {m: float(g[column].mean()) for m, g in by_method if g.table.nunique() == whole}
+
+def furthest(scores: pd.DataFrame, # units
+             part: str, # "a", "b" or "r"
+             peer: str, # against whom
+             most: int = 4, # tables at either end
+            ) -> tuple[str, str]: # lost most, won most
+    "The tables on which RFM lost and won most, in points."
+    both = paired_units(scores, part, "RFM", peer).groupby("table").mean()
+    gap = (both["RFM"] - both[peer]).sort_values()
+    name = lambda part: ", ".join(f"{t.split('/')[1]} {_points(v)}" for t, v in part.items())
+    return name(gap[:most]), name(gap[::-1][:most])
 
 # %% ../../nbs/bench/05_tables.ipynb #32b101c0
 def _drawn(ax: Any, found: pd.DataFrame, title: str) -> None:
@@ -597,26 +670,67 @@ def run_tuned(path: Path, # of the file
             row.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.5g")
     return stored_scores(path)
 
+# %% ../../nbs/bench/05_tables.ipynb #tuned014
+def tuning_gain(tuned: pd.DataFrame, # units of the tuned run
+                scores: pd.DataFrame, # units at the defaults
+                part: str, # "b" or "r"
+               ) -> pd.DataFrame: # one row a contender
+    "What the search gave each contender, on the same splits."
+    keys = ["part", "table", "seed", "method"]
+    both = tuned.merge(scores, on=keys, suffixes=("", "_default")).query("part == @part")
+    rows = []
+    for m in (m for m in SPACES if m in set(both.method)):
+        here = both[both.method == m]
+        pair = here.set_index("table")[["score", "score_default"]]
+        v = versus(pair, "score", "score_default")
+        rows.append(dict(method=m, tables=len(here), default=here.score_default.mean(),
+                         tuned=here.score.mean(), difference=v.difference, low=v.low, high=v.high,
+                         p=v.p, seconds=here.seconds.mean(), tried=here.tried.mean()))
+    return pd.DataFrame(rows)
+
+# %% ../../nbs/bench/05_tables.ipynb #tuned016
+def gain_table(tuned: pd.DataFrame, # units of the tuned run
+               scores: pd.DataFrame, # units at the defaults
+              ) -> str: # in Markdown
+    "What the search gave each contender, part by part."
+    lines = []
+    for part in "br":
+        for g in tuning_gain(tuned, scores, part).itertuples():
+            gain = f"{_points(g.difference)} ({_points(g.low)} … {_points(g.high)})"
+            lines.append([f"({part})", g.method, str(g.tables), _small(g.default), _small(g.tuned),
+                          gain, f"{g.tried:.0f}", f"{g.seconds:.0f}"])
+    return markdown_table(["part", "contender", "tables", "default", "tuned", "gain", "settings",
+                           "CPU seconds"], lines)
+
 # %% ../../nbs/bench/05_tables.ipynb #ca7f2ec8
-def _row(part: str, c: Any) -> BenchRow:
+def _row(part: str, c: Any, how: str = "") -> BenchRow:
     "One comparison as a line of the benchmark."
-    hoped = part == "a" and c.peer in ("xRFM", "RFM, old default", "LightGBM")
+    hoped = part == "a" and not how and c.peer in ("xRFM", "RFM, old default", "LightGBM")
     target = "p < .05, > 0" if hoped else ""
     what = dict(a="replication", b="new tables", r="regression")[part]
     note = (f"{c.ours:.4f} against {c.theirs:.4f}, {c.wins} wins, {c.losses} losses "
             f"on {c.tables} tables, p = {c.p:.2g}")
-    return BenchRow(name=f"{what}: RFM − {c.peer}", ratio=float(c.difference), low=float(c.low),
-                    high=float(c.high), target=target, note=note)
+    return BenchRow(name=f"{what}{how}: RFM − {c.peer}", ratio=float(c.difference),
+                    low=float(c.low), high=float(c.high), target=target, note=note)
 
 # %% ../../nbs/bench/05_tables.ipynb #ad49f7f0
+def bench_rows(scores: pd.DataFrame, # units at the defaults
+               tuned: pd.DataFrame | None = None, # units of the tuned run
+              ) -> list[BenchRow]:
+    "Differences between RFM and each contender, with intervals over tables."
+    rows = [_row(part, c) for part in "abr" for c in against_peers(scores, part).itertuples()]
+    if tuned is None: return rows
+    return rows + [_row(part, c, ", tuned") for part in "br"
+                   for c in against_peers(tuned, part).itertuples()]
+
 def bench(rounds: int = 7, # at most three: one for each seed
           quick: bool = False, # two small tables, without peers
          ) -> list[BenchRow]:
-    "Differences between RFM and each contender, with intervals over tables."
+    "Defaults against defaults, and slower: tuned against tuned."
     if quick:
         few = [TableSpec("b", f"sklearn/{name}") for name in ("iris", "wine")]
-        scores = pd.DataFrame([run_unit(t, 0, m) for t in few for m in ("RFM", "random forest")])
-    else:
-        tables = [t for t in TABLES if not t.name.startswith("uci/") or available("uci")]
-        scores = run_units(scores_file(), tables, seeds=min(rounds, 3))
-    return [_row(part, c) for part in "abr" for c in against_peers(scores, part).itertuples()]
+        scores = [run_unit(t, 0, m) for t in few for m in ("RFM", "random forest")]
+        return bench_rows(pd.DataFrame(scores))
+    here = lambda tables: [t for t in tables if not t.name.startswith("uci/") or available("uci")]
+    scores = run_units(scores_file(), here(TABLES), seeds=min(rounds, 3))
+    return bench_rows(scores, run_tuned(tuned_file(), here(TUNED_TABLES)))
