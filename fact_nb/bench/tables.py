@@ -409,6 +409,9 @@ def paired_units(scores: pd.DataFrame, # units
     return wide.reindex(columns=[ours, peer]).dropna()
 
 # %% ../../nbs/bench/05_tables.ipynb #86026909
+_COMPARED = ["peer", "tables", "seeds", "ours", "theirs", "difference", "low", "high", "wins",
+             "losses", "p"]
+
 def against_peers(scores: pd.DataFrame, # units
             part: str, # "a", "b" or "r"
             ours: str = "RFM", # the method that is compared
@@ -424,7 +427,7 @@ def against_peers(scores: pd.DataFrame, # units
         rows.append(dict(peer=peer, tables=len(both), seeds=len(units) / len(both), ours=mean,
                          theirs=theirs, difference=v.difference, low=v.low, high=v.high,
                          wins=v.wins, losses=v.losses, p=v.p))
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=_COMPARED)
 
 # %% ../../nbs/bench/05_tables.ipynb #0c333b4a
 def _beside() -> Path | None:
