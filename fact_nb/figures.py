@@ -104,7 +104,7 @@ _TEXTS = TextToPath()
 _TEXTS.mathtext_parser = _Formulas("path")
 
 @lru_cache(4096)
-def _size(s: str, prop: FontProperties, ismath: bool) -> tuple[float, float, float]:
+def _size(s: str, prop: FontProperties, ismath: Any) -> tuple[float, float, float]:
     "Width, height and descent of a text."
     return _TEXTS.get_text_width_height_descent(s, prop, ismath)
 
@@ -115,7 +115,7 @@ class _Svg(RendererSVG):
         super().__init__(*size_and_file, **options)
         self._text2path = _TEXTS
 
-    def get_text_width_height_descent(self, s: str, prop: FontProperties, ismath: bool
+    def get_text_width_height_descent(self, s: str, prop: FontProperties, ismath: Any
                                      ) -> tuple[float, float, float]:
         "Width, height and descent of a text."
         return _size(s, prop.copy(), ismath)        # a copy: its hash changes with it
@@ -129,10 +129,10 @@ class _MeasuredOnce:
 
     def __call__(self, *args: Any, **how: Any) -> Bbox | None:
         frame = self.ax.get_position(original=True).transformed(self.ax.figure.transSubfigure)
-        if self.around is not None: return Bbox.from_extents(*frame.extents + self.around)
+        if self.around is not None: return Bbox.from_extents(np.add(frame.extents, self.around))
         box = self.measure(*args, **how)
         if box is not None:
-            self.around = box.extents - frame.extents
+            self.around = np.subtract(box.extents, frame.extents)
         return box
 
 # %% ../nbs/04_figures.ipynb #fg000007
@@ -194,7 +194,7 @@ class _Canvas(FigureCanvasSVG):
         svg = _Svg(72 * wide, 72 * high, out, image_dpi=dpi, metadata={"Date": None})
         self._renderer = MixedModeRenderer(figure, wide, high, dpi, svg)
 
-    def get_renderer(self) -> MixedModeRenderer:
+    def get_renderer(self) -> Any: # a MixedModeRenderer
         "The one that writes the file."
         return self._renderer
 

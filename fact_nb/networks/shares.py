@@ -9,7 +9,7 @@ __all__ = ['LayerRows', 'one_matrix', 'layer_rows', 'feature_vectors', 'Shares',
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,8 @@ def layer_rows(model: nn.Module, # as it is: call eval() first where that matter
     calls = [(call, part) for call in cap.notes.calls for part in call.parts]
     if len(calls) != len(inputs) or not calls:
         raise ValueError(f"{layer} is not used as one product of its inputs in this model")
-    grads = torch.autograd.grad(loss, [call.at for call, _ in calls])
+    at: list[Any] = [call.at for call, _ in calls]
+    grads = torch.autograd.grad(loss, at)
     outs = [call.rows_of(g, part) for (call, part), g in zip(calls, grads)]
     by_sample = lambda rows: torch.cat([_by_sample(t, len(X), layer) for t in rows], 1)
     return LayerRows(calls[0][1].W(matrix.param.detach()), by_sample(inputs), by_sample(outs))
