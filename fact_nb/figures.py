@@ -8,6 +8,7 @@ __all__ = ['COLOURS', 'MARKERS', 'DASHES', 'WIDTH', 'style', 'look', 'heatmaps',
 # %% ../nbs/04_figures.ipynb #54e7e2f5
 import io
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Iterator, Mapping
 
 import matplotlib as mpl
@@ -15,7 +16,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_mixed import MixedModeRenderer
+from matplotlib.backends.backend_svg import FigureCanvasSVG, RendererSVG
 from matplotlib.figure import Figure as MplFigure
+from matplotlib.font_manager import FontProperties
+from matplotlib.mathtext import MathTextParser
+from matplotlib.textpath import TextToPath
+from matplotlib.transforms import Bbox
 
 # %% ../nbs/04_figures.ipynb #71e263eb
 _KINDS = ("FACT", "AGOP", "eNFA", "NFM", "sqrt", "other")
@@ -79,10 +87,137 @@ def _write_entries(ax: Axes, scaled: np.ndarray) -> None: # entries in [-1, 1]
         colour = "white" if abs(v) > .6 else "black"
         ax.text(j, i, _entry(v), ha="center", va="center", fontsize=7, color=colour)
 
+# %% ../nbs/04_figures.ipynb #fg000002
+class _Formulas(MathTextParser):
+    "A parser of formulas that keeps what it has parsed."
+    def parse(self, s: str, dpi: float = 72, prop: FontProperties | None = None, *,
+              antialiased: bool | None = None) -> Any:
+        "The boxes and glyphs of a formula."
+        return self._kept(s, dpi, prop and prop.copy(), antialiased)
+
+    @lru_cache(4096)
+    def _kept(self, s: str, dpi: float, prop: FontProperties | None, smooth: bool | None) -> Any:
+        return super().parse(s, dpi, prop, antialiased=smooth)
+
+# %% ../nbs/04_figures.ipynb #fg000003
+_TEXTS = TextToPath()
+_TEXTS.mathtext_parser = _Formulas("path")
+
+@lru_cache(4096)
+def _size(s: str, prop: FontProperties, ismath: Any) -> tuple[float, float, float]:
+    "Width, height and descent of a text."
+    return _TEXTS.get_text_width_height_descent(s, prop, ismath)
+
+# %% ../nbs/04_figures.ipynb #fg000004
+class _Svg(RendererSVG):
+    "matplotlib's writer of SVG, with texts that were measured before."
+    def __init__(self, *size_and_file: Any, **options: Any) -> None:
+        super().__init__(*size_and_file, **options)
+        self._text2path = _TEXTS
+
+    def get_text_width_height_descent(self, s: str, prop: FontProperties, ismath: Any
+                                     ) -> tuple[float, float, float]:
+        "Width, height and descent of a text."
+        return _size(s, prop.copy(), ismath)        # a copy: its hash changes with it
+
+# %% ../nbs/04_figures.ipynb #fg000006
+class _MeasuredOnce:
+    "The box around an axes and what surrounds it; after the first question moved along with it."
+    def __init__(self, ax: Axes) -> None:
+        self.ax, self.measure = ax, ax.get_tightbbox
+        self.around: np.ndarray | None = None # left, bottom, right, top: beyond the axes
+
+    def __call__(self, *args: Any, **how: Any) -> Bbox | None:
+        frame = self.ax.get_position(original=True).transformed(self.ax.figure.transSubfigure)
+        if self.around is not None: return Bbox.from_extents(np.add(frame.extents, self.around))
+        box = self.measure(*args, **how)
+        if box is not None:
+            self.around = np.subtract(box.extents, frame.extents)
+        return box
+
+# %% ../nbs/04_figures.ipynb #fg000007
+def _may_stretch(ax: Axes) -> bool:
+    "Does this axes fill whatever place it gets?"
+    return (ax.get_aspect() == "auto" and ax.get_box_aspect() is None
+            and ax.get_axes_locator() is None)
+
+# %% ../nbs/04_figures.ipynb #fg000008
+def _lay_out(fig: MplFigure) -> None:
+    "Let the figure's layout engine place its axes."
+    engine = fig.get_layout_engine()
+    if engine is None or not fig.axes: return
+    once = [ax for ax in fig.axes if _may_stretch(ax)]
+    for ax in once:
+        setattr(ax, "get_tightbbox", _MeasuredOnce(ax))
+    try:
+        engine.execute(fig)
+    finally:
+        for ax in once:
+            delattr(ax, "get_tightbbox")
+
+# %% ../nbs/04_figures.ipynb #fg000017
+class _WhileStill:
+    "A method of an axis that answers anew only where the axis has moved."
+    def __init__(self, axis: Axis, name: str) -> None:
+        self.axis, self.ask = axis, getattr(axis, name)
+        self.place: tuple[float, ...] = ()
+
+    def __call__(self, *args: Any) -> Any:
+        place = (*self.axis.axes.bbox.bounds, *self.axis.get_view_interval())
+        if place != self.place:
+            self.place, self.answer = place, self.ask(*args)
+        return self.answer
+
+# %% ../nbs/04_figures.ipynb #fg000018
+_ASKED_OFTEN = ("_update_ticks", "_get_ticklabel_bboxes")
+
+@contextmanager
+def _remembering(fig: MplFigure) -> Iterator[None]:
+    "Let every axis remember its ticks, for one drawing with one renderer."
+    asked = [(axis, name) for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)
+             for name in _ASKED_OFTEN if hasattr(axis, name)]
+    for axis, name in asked:
+        setattr(axis, name, _WhileStill(axis, name))
+    try:
+        yield
+    finally:
+        for axis, name in asked:
+            delattr(axis, name)
+
+# %% ../nbs/04_figures.ipynb #fg000010
+class _Canvas(FigureCanvasSVG):
+    "A canvas that lends the layout the renderer that will draw."
+    def __init__(self, figure: MplFigure, out: io.StringIO) -> None:
+        super().__init__(figure)
+        dpi, (wide, high) = figure.dpi, figure.get_size_inches()
+        figure.dpi = self.fixed_dpi
+        svg = _Svg(72 * wide, 72 * high, out, image_dpi=dpi, metadata={"Date": None})
+        self._renderer = MixedModeRenderer(figure, wide, high, dpi, svg)
+
+    def get_renderer(self) -> Any: # a MixedModeRenderer
+        "The one that writes the file."
+        return self._renderer
+
+# %% ../nbs/04_figures.ipynb #fg000011
+@contextmanager
+def _on_canvas(fig: MplFigure, out: io.StringIO) -> Iterator[_Canvas]:
+    "A canvas that writes SVG, for a while."
+    usual, dpi, engine = fig.canvas, fig.dpi, fig.get_layout_engine()
+    try:
+        yield _Canvas(fig, out)
+    finally:
+        fig.set_canvas(usual)
+        fig.dpi = dpi
+        fig.set_layout_engine(engine or "none")
+
 # %% ../nbs/04_figures.ipynb #8630ea1a
 def to_svg(fig: MplFigure) -> bytes:
     "A figure as SVG, the same bytes each time it is drawn."
-    buffer = io.BytesIO()
+    out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "fact_nb", "svg.fonttype": "path"}):
-        fig.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+        with _on_canvas(fig, out) as canvas, _remembering(fig):
+            _lay_out(fig)
+            fig.set_layout_engine("none")           # it is done
+            fig.draw(canvas.get_renderer())
+            canvas.get_renderer().finalize()
+    return out.getvalue().encode()

@@ -6,22 +6,24 @@
 __all__ = ['LARGEST', 'LONGEST', 'BOUNDS', 'ROWS', 'PAIRS', 'HOLDS', 'CHANGED', 'DIFFERS', 'TOO_SMALL', 'NOT_RUN', 'UsageError',
            'require', 'override', 'replace', 'check_sizes', 'least_memory', 'check_memory', 'in_grid', 'settings',
            'Output', 'Context', 'Estimate', 'Judgement', 'judge', 'Figure', 'Experiment', 'label_of', 'catalogue',
-           'registry', 'module_of', 'find']
+           'collector_off', 'registry', 'module_of', 'find']
 
 # %% ../../nbs/lab/00_experiment.ipynb #a568a41d
 import ast
 import dataclasses
+import gc
 import importlib
 import importlib.util
 import math
 import pkgutil
 import re
 import typing
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 from .needs import REFERENCE, Need, Rates, Work, seconds_of
 from .store import Result, StoredUnit, plain
@@ -352,11 +354,24 @@ def catalogue() -> dict[str, str]:
     "Name and title of every experiment; answers at once."
     return {name: title for name, (_, title) in _declarations().items()}
 
+# %% ../../nbs/lab/00_experiment.ipynb #ex000031
+@contextmanager
+def collector_off() -> Iterator[None]:
+    "Let the collector of unused objects wait until the end of the block."
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 # %% ../../nbs/lab/00_experiment.ipynb #f6576a72
 def registry() -> dict[str, Experiment]:
     "All experiments of the package, by name; imports them all."
     modules = {name: module for name, (module, _) in _declarations().items()}
-    return {name: importlib.import_module(m).experiment for name, m in modules.items()}
+    with collector_off():
+        return {name: importlib.import_module(m).experiment for name, m in modules.items()}
 
 # %% ../../nbs/lab/00_experiment.ipynb #9d2838bf
 def module_of(name: str) -> str:

@@ -7,16 +7,14 @@ __all__ = ['CSS', 'PAGE', 'UNTOLD', 'VERDICT_CSS', 'Drawings', 'build', 'write_r
 
 # %% ../../nbs/lab/05_report.ipynb #9db1e233
 import base64
-import gc
 import hashlib
 import json
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Iterable, Mapping
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -24,7 +22,7 @@ import matplotlib.pyplot as plt
 import fact_nb
 from ..figures import to_svg
 from ..files import write_atomic
-from .experiment import Experiment, Figure, registry
+from .experiment import Experiment, Figure, collector_off, registry
 from .marks import marks_in_words
 from .scorecard import HERE, StoredRun, gather, origins, scorecard, totals
 from .scorecard import verdict_of
@@ -232,20 +230,6 @@ def _section(exp: Experiment, # which
     if any(r.origin == HERE for r in runs): return page
     return f"{page}<p>Not run on this machine yet.</p>{command}"
 
-# %% ../../nbs/lab/05_report.ipynb #af82cb8e
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    "Keep the collector of unused objects from what was there before, and let it run less often."
-    usual = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
-        gc.unfreeze()
-
 # %% ../../nbs/lab/05_report.ipynb #2214ac25
 def build(results: str | Path | None = None, # folder of the result store
           experiments: Mapping[str, Experiment] | None = None, # by default all
@@ -258,7 +242,7 @@ def build(results: str | Path | None = None, # folder of the result store
     runs = gather(results, experiments) if runs is None else runs
     rows = scorecard(results, experiments, runs) if rows is None else rows
     drawings = Drawings() if drawings is None else drawings
-    with _quiet_collector():
+    with collector_off():
         sections = [_section(e, runs[n], drawings) for n, e in experiments.items()]
     return PAGE.substitute(_top(rows, experiments), css=CSS, sections="\n".join(sections))
 
