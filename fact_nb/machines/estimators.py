@@ -37,7 +37,8 @@ from .inputs import Encoding, column_kind, encode, learn_encoding
 from .kernels import NAMES, Kernel, kernel_named, kernel_of, kernel_spec
 from .large import LargeFit, fit_large, large_settings, large_work, suits_large
 from .rfm import RFM, Predictor, Settings
-from .selection import ErrorMetric, Selection, distinct_rows, evidence, share_of
+from .selection import ErrorMetric, Selection, diagonal_of_inverse
+from .selection import distinct_rows, evidence, share_of
 from .solvers import in_gb, memory_limit, plan_fit
 from .updates import Evidence, UpdateRule, update_rule
 from ..runtime import device as device_of
@@ -180,10 +181,17 @@ def _fit_large_table(est: _Machine, m: RFM, X: torch.Tensor, Y: torch.Tensor) ->
 
 # %% ../../nbs/machines/00_estimators.ipynb #217c6e45
 def _to_tensor(est: _Machine, X: Any) -> Any: # array → tensor
-    "How arrays become tensors: on the estimator's device, float32 only if X is."
+    "How arrays become tensors: on the estimator's device, float32 if X is or if that is enough."
     where = device_of(est.device)
-    dtype = torch.float32 if getattr(X, "dtype", None) == np.float32 else dtype_for(where)
+    narrow = getattr(X, "dtype", None) == np.float32 or _single_is_enough(est, len(X))
+    dtype = torch.float32 if narrow else dtype_for(where)
     return lambda A: torch.as_tensor(unframed(np.ascontiguousarray(A))).to(where, dtype)
+
+# %% ../../nbs/machines/00_estimators.ipynb #3c90e1ab
+def _single_is_enough(est: _Machine, n: int) -> bool:
+    "Is there nothing that double precision would add?"
+    plain = est.update in ("fact", "nfa") and est.solver == "auto"
+    return plain and n > 512 and est.ridge is not None and est.ridge >= 1e-3
 
 # %% ../../nbs/machines/00_estimators.ipynb #ffd1e2e0
 def _describe(est: _Machine) -> None:
@@ -637,12 +645,12 @@ def left_out_scores(m: RFM, # fitted
     some = some.to(p.X.device)
     X, Y, w = distinct_rows(p.X[some], Y[some], None if w is None else w[some])
     Z = X * p.W.to(X) if p.W.ndim == 1 else X @ p.W.to(X)
-    K = m.fitted_kernel(Z.float() if len(Z) > 512 else Z)
+    K = m.fitted_kernel(Z.float() if len(Z) > 512 else Z, mirror=False)
     w = torch.ones(len(Y)).to(K) if w is None else w.to(K)
     u = w.sqrt()[:, None]
-    seen = evidence(K * u * u.T, max(m.fitted_ridge, 1e-6), Y.to(K), w)
+    seen = evidence(K.mul_(u).mul_(u.T), max(m.fitted_ridge, 1e-6), Y.to(K), w)
     if seen is None: return None
-    D = w * torch.cholesky_inverse(seen.factor).diagonal()
+    D = w * diagonal_of_inverse(seen.factor)
     return Y - seen.alpha.to(Y) / D.to(Y)[:, None], Y, w
 
 # %% ../../nbs/machines/00_estimators.ipynb #cb5be871

@@ -657,10 +657,9 @@ def _distances(P: Pairs, # of points with themselves
                w: Tensor | None, # n weights
               ) -> tuple[Tensor, Tensor | None]: # of every two points, and how often they count
     "Distances above the diagonal."
-    n = P.shape[0]
-    i, j = torch.triu_indices(n, n, 1)
-    values = (P.left @ P.right.T)[i, j].clamp_(min=0).sqrt_()
-    return values, None if w is None else w[i].mul_(w[j])
+    above = lambda rows: torch.cat([row[i + 1:] for i, row in enumerate(rows)])
+    values = above(P.left @ P.right.T).clamp_(min=0).sqrt_()
+    return values, None if w is None else above(w[:, None] * w)
 
 # %% ../../nbs/machines/02_kernels.ipynb #f9e61694
 def _median(values: Tensor) -> float: # 1 where there is none

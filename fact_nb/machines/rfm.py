@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..arguments import check_number, unframed
 from ..files import fingerprint, load_state, save_state
-from .direct import solve
+from .direct import Solution, solve
 from .gradients import Coefs, agop_core, centred, kernel_coefficients, fact_core
 from .kernels import Kernel, Laplace, as_points, evaluate_pairs, evaluate_both
 from .kernels import lacks_bandwidth, median_bandwidth, pairs
@@ -31,6 +31,7 @@ from .selection import Selection, best_ridge, distinct_rows, error_of, held_out
 from .selection import strata_of
 from .selection import seen_from_plain, seen_to_plain, selection_rule
 from .iterative import default_rank
+from .landmarks import solve_by_landmarks, steps_pay
 from .packed import Packed, packed_room, solve_packed
 from .solvers import SOLVERS, SolverPlan, available_memory, memory_limit, noted
 from .solvers import plan_fit, plan_iterative, refines, solve_kernel
@@ -128,6 +129,7 @@ class Problem:
     holder: "Fit | None" = None # whose coefficients are in it
     plan: SolverPlan | None = None # how to solve, decided at the first fit
     ready: "tuple[Tensor, Fit] | None" = None # a metric on trial, and its fit
+    factors: bool = False # did conjugate gradients fail on these data?
     free_ridge: bool = False # may an update change the ridge?
     deadline: float = math.inf # of `perf_counter`: no update is begun after it
 
@@ -417,19 +419,32 @@ def _plan_of(s: Settings, p: Problem) -> SolverPlan:
 # %% ../../nbs/machines/01_rfm.ipynb #ac85c93b
 def _direct(s: Settings, p: Problem, M: Tensor, W: Tensor, store: bool) -> Fit:
     "Hold K (and C) in memory, upper triangles, and factor."
-    K = _kernel_matrix(s, p, _mapped(p.X, W), store)
+    Z = _mapped(p.X, W)
+    K = _kernel_matrix(s, p, Z, store)
     u = None if p.w is None else p.w.sqrt()[:, None]
     if u is not None:
         K.mul_(u).mul_(u.T)
     Y = p.Y if u is None else u * p.Y
     refine = p.plan is not None and p.plan.refine
-    sol = solve(K, Y, s.ridge, "auto" if s.solver == "direct" else s.solver, refine)
+    sol = _by_landmarks(s, p, Z, K)
+    if sol is None:
+        sol = solve(K, Y, s.ridge, "auto" if s.solver == "direct" else s.solver, refine)
     alpha = sol.alpha if u is None else u * sol.alpha
     note = "" if p.plan is None else noted(p.plan, sol.note)
     fit = Fit(s, p, M, W, alpha, sol.method, note, sol.residual)
     if store:
         p.holder = fit
     return fit
+
+# %% ../../nbs/machines/01_rfm.ipynb #5d1f7a61
+def _by_landmarks(s: Settings, p: Problem, Z: Tensor, K: Tensor) -> Solution | None:
+    "α without a factor, where that is likely to pay and does arrive."
+    wants_factor = s.selection.needs_matrix or s.rule.looks
+    if s.solver != "auto" or wants_factor or p.factors or p.w is not None: return None
+    if not (s.kernel.radial and steps_pay(Z, p.Y.shape[1], s.ridge)): return None
+    found = solve_by_landmarks(s.kernel, Z, K, p.Y, s.ridge)
+    p.factors = found is None
+    return found
 
 # %% ../../nbs/machines/01_rfm.ipynb #835a1226
 def _kernel_matrix(s: Settings, p: Problem, X: Tensor, store: bool) -> Tensor: # n × n

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ErrorMetric', 'RIDGES', 'SELECTIONS', 'share_of', 'error_of', 'held_out', 'strata_of', 'inverse_diagonal',
-           'leave_one_out', 'Likelihood', 'evidence', 'Prior', 'Criterion', 'EvidenceOf', 'LooOf', 'distinct_rows',
-           'best_ridge', 'Kept', 'SeenFits', 'seen_to_plain', 'seen_from_plain', 'Selection', 'Last', 'Best', 'middle',
-           'LeaveOneOut', 'ByEvidence', 'selection_rule']
+           'diagonal_of_inverse', 'leave_one_out', 'Likelihood', 'evidence', 'Prior', 'Criterion', 'EvidenceOf',
+           'LooOf', 'distinct_rows', 'best_ridge', 'Kept', 'SeenFits', 'seen_to_plain', 'seen_from_plain', 'Selection',
+           'Last', 'Best', 'middle', 'LeaveOneOut', 'ByEvidence', 'selection_rule']
 
 # %% ../../nbs/machines/08_selection.ipynb #c44559a6
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, NamedTuple, Sequence, TypeVar
 
 import torch
+from scipy.linalg import lapack
 from torch import Tensor
 
 from ..runtime import dtype_for
@@ -79,7 +80,18 @@ def inverse_diagonal(K: Tensor, # n × n, upper triangle
     "The diagonal of (K + ridge·I)⁻¹."
     A = K.mT.clone()
     A.diagonal().add_(ridge)
-    return torch.cholesky_inverse(torch.linalg.cholesky(A)).diagonal()
+    return diagonal_of_inverse(torch.linalg.cholesky(A))
+
+# %% ../../nbs/machines/08_selection.ipynb #9ab3f002
+def diagonal_of_inverse(factor: Tensor, # n × n, lower triangle L
+                       ) -> Tensor: # n
+    "The diagonal of (L Lᵀ)⁻¹."
+    if factor.device.type != "cpu" or factor.dtype not in (torch.float32, torch.float64):
+        return torch.cholesky_inverse(factor).diagonal()
+    invert = lapack.strtri if factor.dtype == torch.float32 else lapack.dtrtri
+    upper = factor.tril().contiguous().T                # column by column, as LAPACK wants it
+    inverse, _ = invert(upper.numpy(), lower=0, overwrite_c=1)
+    return torch.from_numpy(inverse).square().sum(1)
 
 # %% ../../nbs/machines/08_selection.ipynb #dd574197
 def leave_one_out(K: Tensor, # n × n, upper triangle; with weights u K uᵀ, u = √w
@@ -174,7 +186,7 @@ class LooOf(Criterion):
     def of(self, K: Tensor, ridge: float, Y: Tensor, w: Tensor | None = None) -> float:
         seen = evidence(K, ridge, Y, w)
         if seen is None: return math.inf
-        D = torch.cholesky_inverse(seen.factor).diagonal()
+        D = diagonal_of_inverse(seen.factor)
         F = Y - seen.alpha / (D if w is None else w * D)[:, None]
         if w is None or self.metric != "mse": return error_of(self.metric, F, Y)
         return float((w * (F - Y).square().mean(1)).sum() / w.sum())
@@ -185,6 +197,7 @@ def distinct_rows(X: Tensor, # n × d
                   w: Tensor | None = None, # n sample weights
                  ) -> tuple[Tensor, Tensor, Tensor | None]: # the rows, and how often each counts
     "Equal rows as one that counts as often as they; weights are None where all are 1."
+    if w is None and any(len(column.unique()) == len(X) for column in X.T): return X, Y, None
     both, which = torch.cat([X, Y.to(X)], 1).unique(dim=0, return_inverse=True)
     if w is None and len(both) == len(X): return X, Y, None
     often = torch.ones(len(X)).to(X) if w is None else w.to(X)
