@@ -7,7 +7,6 @@ __all__ = ['CRITERIA', 'STOPPED', 'RUN', 'experiment', 'few_rows', 'Puzzle', 'pu
            'wide', 'gaps_by_part', 'table_points', 'pairs_table', 'draw_pairs', 'draw_tables']
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0008
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,6 +137,11 @@ class Puzzle:
         return int(same.sum()) / same.numel()
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0024
+def _centred(kernel: Kernel, X: Tensor, Y: Tensor, Z: Tensor, V: Tensor) -> Puzzle:
+    "A task with centred targets."
+    return Puzzle(kernel, X, Y - Y.mean(0), Z, V, Y.mean(0))
+
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0025
 def puzzle(cfg: Config, # settings
            unit: dict[str, Any], # of a parity or a sum
            dev: torch.device, # where
@@ -145,16 +149,14 @@ def puzzle(cfg: Config, # settings
     "The data of a unit."
     if unit["task"] == "sum":
         D = modular(unit["p"], "+", unit["fraction"], unit["seed"])
-        kernel, X, Y, Z, V = Quadratic(), D.X, D.Y, D.X_test, D.Y_test
-    else:
-        k = unit["k"]
-        P = sparse_parity(cfg.n, d=cfg.d2 if k == 2 else cfg.d3, k=k, n_test=cfg.n_test,
-                          seed=unit["seed"])
-        kernel, X, Y, Z, V = Gaussian(cfg.bandwidth), P.X, P.y[:, None], P.X_test, P.y_test[:, None]
-    X, Y, Z, V = (t.to(dev) for t in (X, Y, Z, V))
-    return Puzzle(kernel, X, Y - Y.mean(0), Z, V, Y.mean(0))
+        return _centred(Quadratic(), *(t.to(dev) for t in (D.X, D.Y, D.X_test, D.Y_test)))
+    k = unit["k"]
+    P = sparse_parity(cfg.n, d=cfg.d2 if k == 2 else cfg.d3, k=k, n_test=cfg.n_test,
+                      seed=unit["seed"])
+    tensors = (P.X, P.y[:, None], P.X_test, P.y_test[:, None])
+    return _centred(Gaussian(cfg.bandwidth), *(t.to(dev) for t in tensors))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0026
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0027
 def last_of(cfg: Config, # settings
             T: Puzzle, # the task
             method: str, # one of CRITERIA
@@ -168,7 +170,7 @@ def last_of(cfg: Config, # settings
     steps = m.history[0].get("steps", len(m.history) - 1)
     return dict(accuracy=T.right(m.predict(T.Z)), chosen=m.fitted_ridge, steps=steps)
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0028
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0029
 def best_of(cfg: Config, # settings
             T: Puzzle, # the task
             method: str, # one of STOPPED
@@ -187,12 +189,12 @@ def best_of(cfg: Config, # settings
         found.append(dict(accuracy=max(run), chosen=ridge, steps=run.index(max(run)), end=run[-1]))
     return max(found, key=lambda row: row["accuracy"])
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0030
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0031
 MODELS: dict[str, dict[str, Any]] = dict(
     press=dict(update=Ladder()), evidence=dict(),
     geometric=dict(update="fact", iters=3, ridge=1e-2), identity=dict(update="fact", iters=0))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0031
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0032
 def fold_accuracies(T: Table, # a table
                    ) -> list[dict[str, Any]]: # a row a method
     "Mean accuracy over the folds."
@@ -206,21 +208,21 @@ def fold_accuracies(T: Table, # a table
                          d=T.X.shape[1]))
     return rows
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0032
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0033
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "Do one unit."
     with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning) # an end before its time shows in the rows
         if unit["task"] == "table":
-            T = stand_in(unit["table"]) if cfg.stand_in else load(unit["table"])
-            return Output(fold_accuracies(T))
+            name = unit["table"]
+            return Output(fold_accuracies(stand_in(name) if cfg.stand_in else load(name)))
         T, method = puzzle(cfg, unit, ctx.device), unit["method"]
         ridge = cfg.ridge if unit["task"] == "sum" else cfg.parity_ridge
         if method in CRITERIA: return Output([last_of(cfg, T, method, ridge)])
         norms = (None,) if unit.get("p") == cfg.other_p else ("trace", None)
         return Output([best_of(cfg, T, method, ridge, norms)])
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0034
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0035
 RUN = ["task", "p", "fraction", "k", "seed"]
 
 def wide(r: Result, # a result
@@ -231,7 +233,7 @@ def wide(r: Result, # a result
     w = d.pivot(index=RUN, columns="method", values="accuracy")
     return w.dropna(subset=[OURS, *STOPPED])
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0035
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0036
 def gaps_by_part(r: Result, # a result
                  task: str, # "sum" or "parity"
                 ) -> pd.DataFrame: # a row a run
@@ -240,13 +242,13 @@ def gaps_by_part(r: Result, # a result
     w = w[w.task == task]
     return w.assign(best=w[[*STOPPED]].max(axis=1)).assign(gap=lambda d: d[OURS] - d.best)
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0037
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0038
 def _estimates(g: pd.DataFrame) -> tuple[Estimate, ...]:
     "The gap by modulus and part of the pairs."
     return tuple(mean_estimate(f"mod {p:g}, {f:g} of the pairs: ours − best", x.gap)
                  for (p, f), x in g.groupby(["p", "fraction"]))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0038
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0039
 def judge_sums(r: Result) -> Judgement | None:
     "Is nothing lost on addition against the best moment to stop?"
     g = gaps_by_part(r, "sum")
@@ -258,7 +260,7 @@ def judge_sums(r: Result) -> Judgement | None:
                  f"{mean.max():+.3f}; {int((g.gap >= -.005).sum())} of {len(g)} runs pass",
                  estimates=_estimates(g))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0040
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0041
 def judge_parities(r: Result) -> Judgement | None:
     "Is nothing lost on parities?"
     g = gaps_by_part(r, "parity")
@@ -267,7 +269,7 @@ def judge_parities(r: Result) -> Judgement | None:
                  f"{len(g)} runs: accuracy at least {g[OURS].min():.3f}, gap at least "
                  f"{g.gap.min():+.3f}")
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0042
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0043
 def judge_criterion(r: Result) -> Judgement | None:
     "Does leave-one-out learn what evidence and φ do not?"
     w = wide(r).reset_index()
@@ -280,14 +282,14 @@ def judge_criterion(r: Result) -> Judgement | None:
     return judge(bool(mean[OURS] >= least and mean[OURS] - others >= by), shown,
                  estimates=tuple(mean_estimate(NAMES[m], w[m]) for m in CRITERIA))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0044
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0045
 def table_points(r: Result, # a result
                 ) -> pd.DataFrame: # tables × methods, per cent
     "Accuracies on tables."
     d = r.df[r.df.task == "table"]
     return 100 * d.pivot(index="table", columns="method", values="accuracy")
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0045
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0046
 def judge_tables(r: Result) -> Judgement | None:
     "Is nothing lost on tables?"
     w = table_points(r)
@@ -297,13 +299,13 @@ def judge_tables(r: Result) -> Judgement | None:
     return judge(against[0].difference >= threshold("objectives-tables", "points"),
                  f"{len(w)} tables: {shown}", estimates=tuple(map(gain_estimate, against)))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0046
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0047
 judges = {"objectives-sums": resting_on(judge_sums, task=("sum",)),
           "objectives-parities": resting_on(judge_parities, task=("parity",)),
           "objectives-criterion": resting_on(judge_criterion, task=("sum",)),
           "objectives-tables": resting_on(judge_tables, task=("table",))}
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0048
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0049
 class Line(NamedTuple):
     "How a method is drawn."
     kind: str # of look
@@ -313,7 +315,7 @@ LINES = dict(press=Line("FACT", True), evidence=Line("NFM", True), gcv=Line("oth
              phi=Line("sqrt", True), plain=Line("eNFA", False), geometric=Line("AGOP", False),
              nfa=Line("other", False))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0049
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0050
 def pairs_table(r: Result, # a result
                ) -> pd.DataFrame: # index: p, method, fraction; mean, low, high, seeds
     "Accuracy on addition by modulus, method and part of the pairs."
@@ -322,12 +324,12 @@ def pairs_table(r: Result, # a result
     for (p, f), d in w[w.task == "sum"].groupby(["p", "fraction"]):
         for m in [m for m in NAMES if m in d and d[m].notna().all()]:
             e = mean_estimate(m, d[m])
-            low, high = (e.value if math.isnan(v) else min(max(v, 0.), 1.) for v in (e.low, e.high))
+            low, high = (e.value if v is None else min(max(v, 0.), 1.) for v in (e.low, e.high))
             rows.append(dict(p=p, method=m, fraction=f, mean=e.value, low=low, high=high,
                              seeds=len(d)))
     return pd.DataFrame(rows).set_index(["p", "method", "fraction"]).sort_index()
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0050
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0051
 def _draw_lines(ax: plt.Axes, table: pd.DataFrame) -> None: # index: method, fraction
     "The methods of one modulus."
     methods = [m for m in NAMES if m in table.index.get_level_values("method")]
@@ -339,7 +341,7 @@ def _draw_lines(ax: plt.Axes, table: pd.DataFrame) -> None: # index: method, fra
         ax.errorbar(d.index + .004 * (i - 3), d["mean"], error, label=NAMES[m], capsize=2,
                     elinewidth=.8, **kind)
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0051
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0052
 def draw_pairs(r: Result, # a result
               ) -> plt.Figure:
     "Accuracy on addition against the part of the pairs, a panel a modulus."
@@ -355,7 +357,7 @@ def draw_pairs(r: Result, # a result
         fig.legend(handles, labels, loc="upper center", bbox_to_anchor=(.5, 0), ncols=4, fontsize=7)
     return fig
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0052
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0053
 def draw_tables(r: Result, # a result
                ) -> plt.Figure:
     "Sorted differences on tables, against three others."
@@ -372,7 +374,7 @@ def draw_tables(r: Result, # a result
         axes[0].set_ylabel("ours − the other, points")
     return fig
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0053
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0054
 figures = dict(
     pairs=Figure(draw_pairs,
                  "Addition: accuracy against the part of the pairs that trains, means over seeds "
@@ -385,7 +387,7 @@ figures = dict(
                   "the ladder minus that of three others, with the interval of the mean.",
                   "Three panels of sorted bars around zero with a dashed mean."))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0055
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0056
 ON_HOST = "tables of a few hundred rows: a device would only wait for the next fit"
 
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
@@ -398,13 +400,13 @@ def work(cfg: Config, unit: dict[str, Any]) -> Work:
     fits = 180. * 9 if unit["method"] in CRITERIA else 2. * cfg.iters
     return fit_work(n, d, c, fits, matrices=6)
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0056
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0057
 def sizes(config: Any, unit: Any) -> dict[str, float]:
     "Modulus, or points and dimension, of a run."
     if unit["task"] == "sum": return dict(p=unit["p"])
     return {k: config[k] for k in ("n", "d3")} if unit["task"] == "parity" else {}
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0057
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0058
 experiment = Experiment(
     "objectives", "which criterion should learn the metric: leave-one-out, evidence, GCV or φ",
     presets, units, run_unit, judges, figures, work, sizes=sizes)

@@ -20,13 +20,13 @@ from .gradients import centred, fact_core
 from .kernels import Kernel, evaluate_both
 from .kernels import pairs as pairs_of
 from .selection import evidence
-from .updates import Pair, UpdateRule, Way, direction, metric_of, remember
-from .updates import rescale, root_of, search, trace_of
+from .updates import UpdateRule, Way, direction, metric_of, remember
+from .updates import rescale, root_of, search
 from ..runtime import dtype_for
 
 # %% ../../nbs/machines/16_objectives.ipynb #ob0004
 if TYPE_CHECKING:
-    from fact_nb.machines.rfm import Fit, Settings
+    from fact_nb.machines.rfm import Fit
 
 # %% ../../nbs/machines/16_objectives.ipynb #ob0007
 class Inverted(NamedTuple):
@@ -166,18 +166,18 @@ def go_down(c: Course, # what to lower
             deadline: float = math.inf, # of `perf_counter`: no further step after it
            ) -> tuple[Tensor, list[float]]: # where it led; the criterion at every point
     "Steps of L-BFGS on the criterion with the trace of the metric held."
-    way: Way | None = Way(W)
+    way = Way(W)
     values = [c.look(metric_of(W))]
     while len(values) <= steps and math.isfinite(values[-1]) and perf_counter() < deadline:
-        g = criterion_gradient(c, W)
+        g = criterion_gradient(c, way.W)
         if g.norm() < 1e-9: break
-        way, value = _next_point(c, way, g, values[-1])
-        if way is None: break
-        W = way.W
+        there, value = _next_point(c, way, g, values[-1])
+        if there is None: break
+        way = there
         values.append(value)
         if len(values) > 10 and values[-11] - value < 10 * fall: break
-    c.look(metric_of(W))
-    return W, values
+    c.look(metric_of(way.W))
+    return way.W, values
 
 # %% ../../nbs/machines/16_objectives.ipynb #ob0031
 class Rung(NamedTuple):
@@ -226,6 +226,10 @@ class Ladder(UpdateRule):
         for ridge in self.rungs:
             check_number(ridge, "a ridge of the ladder", above=0)
 
+    def look(self, fit: "Fit") -> None:
+        if fit.problem.w is None: return
+        raise ValueError("Ladder does not know sample weights: repeat the rows")
+
     def climb_down(self,
                    fit: "Fit", # the one just made
                    c: Course, # its rows
@@ -271,7 +275,6 @@ def course_of(fit: "Fit", # the one just made
              ) -> Course:
     "The rows of a fit that are looked at."
     p, s = fit.problem, fit.settings
-    if p.w is not None: raise ValueError("Ladder does not know sample weights: repeat the rows")
     X, Y = centred(p.X, s.kernel.radial), p.Y
     if len(X) > rows:
         drawn = torch.randperm(len(X), generator=torch.Generator().manual_seed(s.seed))
