@@ -28,7 +28,7 @@ from ..lab.statistics import gain_estimate, mean_estimate, versus
 from ..lab.store import Result
 from ..machines.estimators import RFMClassifier
 from ..machines.kernels import Gaussian, Kernel, Quadratic
-from ..machines.objectives import Gcv, Ladder, LogEvidence
+from ..machines.objectives import Gcv, Ladder, LogEvidence, Objective, Press
 from ..machines.rfm import RFM
 from ..machines.updates import Descent, Fact, Nfa, UpdateRule
 from ..runtime import one_thread
@@ -49,7 +49,7 @@ class Sums:
 class Config(Sums):
     "Settings of the comparison of criteria."
     seeds: int = in_grid(5) # 0 … seeds−1
-    iters: int = 60 # of plain, geometric and NFA
+    iters: int = 60 # of plain, geometric and NFA; steps of ours on a rung, at most
     phi_iters: int = 50 # of the descent on φ
     ridge: float = 1e-2 # nλ of the others on sums
     parity_ridge: float = 1e-4 # and on parities
@@ -76,14 +76,14 @@ class Config(Sums):
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0014
 presets = dict(
-    quick=Config(p=17, fractions=(.6,), other_fractions=(), long_fractions=(), seeds=1, iters=30,
+    quick=Config(p=17, fractions=(.6,), other_fractions=(), long_fractions=(), seeds=1, iters=60,
                  phi_iters=30, parities=(2,), d2=20, n=200, max_n=200, stand_in=True),
     cpu=Config(),
     paper=Config(long_seeds=5, d3=50, n=5000, max_n=1100))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0016
-CRITERIA: dict[str, UpdateRule] = dict(press=Ladder(), evidence=Ladder(LogEvidence()),
-                                       gcv=Ladder(Gcv()), phi=Descent(1e-6))
+CRITERIA: dict[str, Objective | None] = dict(press=Press(), evidence=LogEvidence(), gcv=Gcv(),
+                                             phi=None) # None: by `Descent`
 STOPPED: dict[str, UpdateRule] = dict(plain=Fact(False), geometric=Fact(), nfa=Nfa(.5))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0017
@@ -163,10 +163,13 @@ def last_of(cfg: Config, # settings
             ridge: float, # of φ
            ) -> dict[str, Any]:
     "Accuracy of the last iterate."
-    ladder = method != "phi"
-    m = RFM(T.kernel, update=CRITERIA[method], iters=1 if ladder else cfg.phi_iters,
-            ridge=None if ladder else ridge, normalize="trace" if ladder else None, keep="last",
-            progress=False).fit(T.X, T.Y)
+    criterion = CRITERIA[method]
+    if criterion is None:
+        how: dict[str, Any] = dict(update=Descent(1e-6), iters=cfg.phi_iters, ridge=ridge,
+                                   normalize=None)
+    else:
+        how = dict(update=Ladder(criterion, steps=cfg.iters), iters=1, ridge=None)
+    m = RFM(T.kernel, keep="last", progress=False, **how).fit(T.X, T.Y)
     steps = m.history[0].get("steps", len(m.history) - 1)
     return dict(accuracy=T.right(m.predict(T.Z)), chosen=m.fitted_ridge, steps=steps)
 
