@@ -28,7 +28,7 @@ from ..lab.statistics import gain_estimate, mean_estimate, versus
 from ..lab.store import Result
 from ..machines.estimators import RFMClassifier
 from ..machines.kernels import Gaussian, Kernel, Quadratic
-from ..machines.objectives import Gcv, Ladder, LogEvidence, Objective, Press
+from ..machines.objectives import Gcv, Ladder, LogEvidence, MetricCriterion, Press
 from ..machines.rfm import RFM
 from ..machines.updates import Descent, Fact, Nfa, UpdateRule
 from ..runtime import one_thread
@@ -41,6 +41,7 @@ class Sums:
     fractions: tuple[float, ...] = in_grid((.3, .4, .5, .6, .7, .8)) # parts of its pairs
     other_p: int = 61 # a second modulus
     other_fractions: tuple[float, ...] = in_grid((.3, .4, .5)) # parts of its pairs
+    other_seeds: int = in_grid(5) # its seeds
     long_fractions: tuple[float, ...] = in_grid((.6, .7)) # further parts, with fewer seeds
     long_seeds: int = in_grid(1) # their seeds
 
@@ -69,7 +70,8 @@ class Config(Sums):
         parts = self.fractions + self.other_fractions + self.long_fractions
         require(all(0 < f < 1 for f in parts), "fractions must lie between 0 and 1")
         require(set(self.parities) <= {2, 3}, "parities must be among 2 and 3")
-        counts = (self.seeds, self.long_seeds, self.iters, self.phi_iters, self.n, self.n_test)
+        counts = (self.seeds, self.other_seeds, self.long_seeds, self.iters,
+                  self.phi_iters, self.n, self.n_test)
         require(min(counts) >= 1, "seeds, iterations and numbers of points must be at least 1")
         require(min(self.ridge, self.parity_ridge, self.bandwidth) > 0 and self.max_n >= 0,
                 "ridges and bandwidth must be positive, max_n not negative")
@@ -82,7 +84,7 @@ presets = dict(
     paper=Config(long_seeds=5, d3=50, n=5000, max_n=1100))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0016
-CRITERIA: dict[str, Objective | None] = dict(press=Press(), evidence=LogEvidence(), gcv=Gcv(),
+CRITERIA: dict[str, MetricCriterion | None] = dict(press=Press(), evidence=LogEvidence(), gcv=Gcv(),
                                              phi=None) # None: by `Descent`
 STOPPED: dict[str, UpdateRule] = dict(plain=Fact(False), geometric=Fact(), nfa=Nfa(.5))
 
@@ -113,7 +115,7 @@ def units(cfg: Config) -> list[dict[str, Any]]:
                 for s in range(cfg.seeds) for k in cfg.parities for m in every]
     small = _sum_units(cfg.p, cfg.fractions, cfg.seeds, every)
     tables = [dict(task="table", table=name) for name in few_rows(cfg)]
-    large = _sum_units(cfg.other_p, cfg.other_fractions, cfg.seeds, paid)
+    large = _sum_units(cfg.other_p, cfg.other_fractions, cfg.other_seeds, paid)
     return (parities + small + tables + large
             + _sum_units(cfg.other_p, cfg.long_fractions, cfg.long_seeds, paid))
 
@@ -252,6 +254,13 @@ def _estimates(g: pd.DataFrame) -> tuple[Estimate, ...]:
                  for (p, f), x in g.groupby(["p", "fraction"]))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0039
+def _missing(g: pd.DataFrame) -> str: # of `gaps_by_part`
+    "How the runs mod 61 fall short of those that the criterion names; empty where they do not."
+    seeds = g[g.p == 61].groupby("fraction").seed.nunique()
+    if min(seeds.get(f, 0) for f in (.3, .4, .5)) >= 5 and {.6, .7} <= set(seeds.index): return ""
+    return "mod 61 only: " + ", ".join(f"{f:g} of the pairs on {k} seeds" for f, k in seeds.items())
+
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0040
 def judge_sums(r: Result) -> Judgement | None:
     "Is nothing lost on addition against the best moment to stop?"
     g = gaps_by_part(r, "sum")
@@ -261,9 +270,9 @@ def judge_sums(r: Result) -> Judgement | None:
     return judge(bool((mean >= -threshold("objectives-sums", "loss")).all()),
                  f"lowest mean gap {mean.min():+.4f} (mod {p:g}, {f:g} of the pairs), largest "
                  f"{mean.max():+.3f}; {int((g.gap >= -.005).sum())} of {len(g)} runs pass",
-                 estimates=_estimates(g))
+                 change=_missing(g), estimates=_estimates(g))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0041
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0042
 def judge_parities(r: Result) -> Judgement | None:
     "Is nothing lost on parities?"
     g = gaps_by_part(r, "parity")
@@ -272,7 +281,7 @@ def judge_parities(r: Result) -> Judgement | None:
                  f"{len(g)} runs: accuracy at least {g[OURS].min():.3f}, gap at least "
                  f"{g.gap.min():+.3f}")
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0043
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0044
 def judge_criterion(r: Result) -> Judgement | None:
     "Does leave-one-out learn what evidence and φ do not?"
     w = wide(r).reset_index()
@@ -285,14 +294,14 @@ def judge_criterion(r: Result) -> Judgement | None:
     return judge(bool(mean[OURS] >= least and mean[OURS] - others >= by), shown,
                  estimates=tuple(mean_estimate(NAMES[m], w[m]) for m in CRITERIA))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0045
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0046
 def table_points(r: Result, # a result
                 ) -> pd.DataFrame: # tables × methods, per cent
     "Accuracies on tables."
     d = r.df[r.df.task == "table"]
     return 100 * d.pivot(index="table", columns="method", values="accuracy")
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0046
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0047
 def judge_tables(r: Result) -> Judgement | None:
     "Is nothing lost on tables?"
     w = table_points(r)
@@ -302,13 +311,13 @@ def judge_tables(r: Result) -> Judgement | None:
     return judge(against[0].difference >= threshold("objectives-tables", "points"),
                  f"{len(w)} tables: {shown}", estimates=tuple(map(gain_estimate, against)))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0047
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0048
 judges = {"objectives-sums": resting_on(judge_sums, task=("sum",)),
           "objectives-parities": resting_on(judge_parities, task=("parity",)),
           "objectives-criterion": resting_on(judge_criterion, task=("sum",)),
           "objectives-tables": resting_on(judge_tables, task=("table",))}
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0049
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0050
 class Line(NamedTuple):
     "How a method is drawn."
     kind: str # of look
@@ -318,7 +327,7 @@ LINES = dict(press=Line("FACT", True), evidence=Line("NFM", True), gcv=Line("oth
              phi=Line("sqrt", True), plain=Line("eNFA", False), geometric=Line("AGOP", False),
              nfa=Line("other", False))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0050
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0051
 def pairs_table(r: Result, # a result
                ) -> pd.DataFrame: # index: p, method, fraction; mean, low, high, seeds
     "Accuracy on addition by modulus, method and part of the pairs."
@@ -332,7 +341,7 @@ def pairs_table(r: Result, # a result
                              seeds=len(d)))
     return pd.DataFrame(rows).set_index(["p", "method", "fraction"]).sort_index()
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0051
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0052
 def _draw_lines(ax: plt.Axes, table: pd.DataFrame) -> None: # index: method, fraction
     "The methods of one modulus."
     methods = [m for m in NAMES if m in table.index.get_level_values("method")]
@@ -344,7 +353,7 @@ def _draw_lines(ax: plt.Axes, table: pd.DataFrame) -> None: # index: method, fra
         ax.errorbar(d.index + .004 * (i - 3), d["mean"], error, label=NAMES[m], capsize=2,
                     elinewidth=.8, **kind)
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0052
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0053
 def draw_pairs(r: Result, # a result
               ) -> plt.Figure:
     "Accuracy on addition against the part of the pairs, a panel a modulus."
@@ -360,7 +369,7 @@ def draw_pairs(r: Result, # a result
         fig.legend(handles, labels, loc="upper center", bbox_to_anchor=(.5, 0), ncols=4, fontsize=7)
     return fig
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0053
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0054
 def draw_tables(r: Result, # a result
                ) -> plt.Figure:
     "Sorted differences on tables, against three others."
@@ -377,7 +386,7 @@ def draw_tables(r: Result, # a result
         axes[0].set_ylabel("ours − the other, points")
     return fig
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0054
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0055
 figures = dict(
     pairs=Figure(draw_pairs,
                  "Addition: accuracy against the part of the pairs that trains, means over seeds "
@@ -390,7 +399,7 @@ figures = dict(
                   "the ladder minus that of three others, with the interval of the mean.",
                   "Three panels of sorted bars around zero with a dashed mean."))
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0056
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0057
 ON_HOST = "tables of a few hundred rows: a device would only wait for the next fit"
 
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
@@ -403,13 +412,13 @@ def work(cfg: Config, unit: dict[str, Any]) -> Work:
     fits = 180. * 9 if unit["method"] in CRITERIA else 2. * cfg.iters
     return fit_work(n, d, c, fits, matrices=6)
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0057
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0058
 def sizes(config: Any, unit: Any) -> dict[str, float]:
     "Modulus, or points and dimension, of a run."
     if unit["task"] == "sum": return dict(p=unit["p"])
     return {k: config[k] for k in ("n", "d3")} if unit["task"] == "parity" else {}
 
-# %% ../../nbs/experiments/18_objectives.ipynb #oe0058
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0059
 experiment = Experiment(
     "objectives", "which criterion should learn the metric: leave-one-out, evidence, GCV or φ",
     presets, units, run_unit, judges, figures, work, sizes=sizes)
