@@ -27,6 +27,7 @@ SMALL = dict(
     relu_kinks="epochs=3 seeds=1 iters=3",
     samples="epochs=3 features=3",
     margins="levels=-0.1,-1 fall=0.2",
+    objectives="p=7 iters=3 phi_iters=2 n=60 d2=6 n_test=50 max_n=0",
     adamw="seeds=1 archs=mlp steps=20 gpt_steps=20 account_steps=5",
     no_decay="seeds=1 iters=50 zero_steps=200 motion_time=1 steps=40,40")
 WORDS = ("part", "task", "learner", "op", "method", "protocol", "setting", "schedule", "net",
