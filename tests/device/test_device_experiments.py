@@ -28,6 +28,7 @@ SMALL = dict(
     margins="levels=-0.1,-1 fall=0.2",
     adamw="seeds=1 archs=mlp steps=20 gpt_steps=20 account_steps=5",
     grokking_transformer="p=7 stream=8 steps=6 every=6 anneal=3",
+    noise="images=40 width=6 samples=5 snapshots=3 looks=3 least=8 most=8",
     no_decay="seeds=1 iters=50 zero_steps=200 motion_time=1 steps=40,40")
 WORDS = ("part", "task", "learner", "op", "method", "protocol", "setting", "schedule", "net",
          "noise")
