@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'experiment', 'off_diagonal_circulant', 'looks_of', 'circulant_shares', 'passes', 'passing_steps',
-           'draw_transition', 'draw_correlations']
+           'draw_generalising', 'draw_correlations']
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #8b0ba126
 import copy
@@ -409,8 +409,8 @@ def plainly(kind: str, ls: Any = None) -> dict[str, Any]:
 SHOWN = dict(AGOP="AGOP", eNFA="eNFA", adamw="FACT", NFM="NFM") # column → look
 NAMES = dict(AGOP="AGOP", eNFA="eNFA", adamw="FACT (AdamW)", NFM=r"$W^\top W$")
 
-# %% ../../nbs/experiments/19_grokking_transformer.ipynb #1783469b
-def draw_transition(r: Result) -> plt.Figure:
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #98553309
+def draw_generalising(r: Result) -> plt.Figure:
     "Accuracy, error and circulant share over training."
     with style():
         fig, (left, middle, right) = plt.subplots(1, 3, figsize=(WIDTH, 2.9))
@@ -443,9 +443,9 @@ def draw_correlations(r: Result) -> plt.Figure:
         axes[0, 0].legend(fontsize=7)
     return fig
 
-# %% ../../nbs/experiments/19_grokking_transformer.ipynb #d2a63fc4
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #32dcb474
 figures = dict(
-    transition=Figure(draw_transition, "Accuracy, mean relative error of AdamW's form of FACT over "
+    transition=Figure(draw_generalising, "Accuracy, mean relative error of AdamW's form of FACT over "
                       "eight matrices, and how circulant the embedding's matrices are, over "
                       "training; dotted: shuffled sums.",
                       "Three panels over steps. Test accuracy jumps late; the error is low before, "
