@@ -29,6 +29,8 @@ SMALL = dict(
     margins="levels=-0.1,-1 fall=0.2",
     objectives="p=7 iters=3 phi_iters=2 n=60 d2=6 n_test=50 max_n=0",
     adamw="seeds=1 archs=mlp steps=20 gpt_steps=20 account_steps=5",
+    grokking_transformer="p=7 stream=8 steps=6 every=6 anneal=3",
+    noise="images=40 width=6 samples=5 snapshots=3 looks=3 least=8 most=8",
     no_decay="seeds=1 iters=50 zero_steps=200 motion_time=1 steps=40,40")
 WORDS = ("part", "task", "learner", "op", "method", "protocol", "setting", "schedule", "net",
          "noise")
