@@ -684,6 +684,7 @@ def tuning_gain(tuned: pd.DataFrame, # units of the tuned run
     rows = []
     for m in (m for m in SPACES if m in set(both.method)):
         here = both[both.method == m]
+        if len(here) < 2: continue
         pair = here.set_index("table")[["score", "score_default"]]
         v = versus(pair, "score", "score_default")
         rows.append(dict(method=m, tables=len(here), default=here.score_default.mean(),
