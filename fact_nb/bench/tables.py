@@ -32,6 +32,7 @@ from sklearn.model_selection import KFold, StratifiedKFold, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+# %% ../../nbs/bench/05_tables.ipynb #imports2
 import fact_nb
 from ..data.cache import available
 from ..data.uci import META, load, stand_in
