@@ -685,7 +685,7 @@ def tuning_gain(tuned: pd.DataFrame, # units of the tuned run
     rows = []
     for m in (m for m in SPACES if m in set(both.method)):
         here = both[both.method == m]
-        if len(here) < 2: continue
+        if len(here) < 5: continue                        # too few for an interval
         pair = here.set_index("table")[["score", "score_default"]]
         v = versus(pair, "score", "score_default")
         rows.append(dict(method=m, tables=len(here), default=here.score_default.mean(),
@@ -726,7 +726,7 @@ def bench_rows(scores: pd.DataFrame, # units at the defaults
     rows = [_row(part, c) for part in "abr" for c in against_peers(scores, part).itertuples()]
     if tuned is None: return rows
     return rows + [_row(part, c, ", tuned") for part in "br"
-                   for c in against_peers(tuned, part).itertuples()]
+                   for c in against_peers(tuned, part).itertuples() if c.tables >= 5]
 
 def bench(rounds: int = 7, # at most three: one for each seed
           quick: bool = False, # two small tables, without peers
