@@ -32,6 +32,7 @@ from sklearn.model_selection import KFold, StratifiedKFold, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+# %% ../../nbs/bench/05_tables.ipynb #imports2
 import fact_nb
 from ..data.cache import available
 from ..data.uci import META, load, stand_in
@@ -684,6 +685,7 @@ def tuning_gain(tuned: pd.DataFrame, # units of the tuned run
     rows = []
     for m in (m for m in SPACES if m in set(both.method)):
         here = both[both.method == m]
+        if len(here) < 5: continue                        # too few for an interval
         pair = here.set_index("table")[["score", "score_default"]]
         v = versus(pair, "score", "score_default")
         rows.append(dict(method=m, tables=len(here), default=here.score_default.mean(),
@@ -724,7 +726,7 @@ def bench_rows(scores: pd.DataFrame, # units at the defaults
     rows = [_row(part, c) for part in "abr" for c in against_peers(scores, part).itertuples()]
     if tuned is None: return rows
     return rows + [_row(part, c, ", tuned") for part in "br"
-                   for c in against_peers(tuned, part).itertuples()]
+                   for c in against_peers(tuned, part).itertuples() if c.tables >= 5]
 
 def bench(rounds: int = 7, # at most three: one for each seed
           quick: bool = False, # two small tables, without peers
