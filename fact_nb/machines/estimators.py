@@ -619,12 +619,15 @@ def left_out_scores(m: RFM, # fitted
     X, Y, w = distinct_rows(p.X[some], Y[some], None if w is None else w[some])
     Z = X * p.W.to(X) if p.W.ndim == 1 else X @ p.W.to(X)
     K = m.fitted_kernel(Z.float() if len(Z) > 512 else Z, mirror=False)
-    w = torch.ones(len(Y)).to(K) if w is None else w.to(K)
-    u = w.sqrt()[:, None]
-    seen = evidence(K.mul_(u).mul_(u.T), max(m.fitted_ridge, 1e-6), Y.to(K), w)
+    if w is not None:
+        w = w.to(K)
+        u = w.sqrt()[:, None]
+        K.mul_(u).mul_(u.T)
+    seen = evidence(K, max(m.fitted_ridge, 1e-6), Y.to(K), w)
     if seen is None: return None
-    D = w * diagonal_of_inverse(seen.factor)
-    return Y - seen.alpha.to(Y) / D.to(Y)[:, None], Y, w
+    often = torch.ones(len(Y)).to(K) if w is None else w
+    D = often * diagonal_of_inverse(seen.factor)
+    return Y - seen.alpha.to(Y) / D.to(Y)[:, None], Y, often
 
 # %% ../../nbs/machines/00_estimators.ipynb #cb5be871
 def sharpness_of(S: np.ndarray, # n × c scores of rows that were left out
