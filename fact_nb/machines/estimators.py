@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def _to_tensor(est: _Machine, X: Any) -> Any: # array → tensor
 def _single_is_enough(est: _Machine, n: int) -> bool:
     "Is there nothing that double precision would add?"
     plain = est.update in ("fact", "nfa") and est.solver == "auto"
-    return plain and n > 512 and est.ridge is not None and est.ridge >= 1e-3
+    return plain and n > 512 and isinstance(est.ridge, Real) and est.ridge >= 1e-3
 
 # %% ../../nbs/machines/00_estimators.ipynb #ffd1e2e0
 def _describe(est: _Machine) -> None:
