@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FASTEST', 'SHAPES', 'lu_reference', 'floor_loop', 'have_xrfm', 'fit_xrfm', 'missing_row', 'bench_loop', 'bench_shape',
-           'neighbours', 'bench_threads', 'bench_estimators', 'bench_update', 'bench']
+           'neighbours', 'bench_threads', 'bench_estimators', 'bench_update', 'bench', 'reached_target', 'speed_answer']
 
 # %% ../../nbs/bench/02_rfm.ipynb #e5dec97c
 import importlib.util
@@ -360,3 +360,24 @@ def bench(rounds: int = 7, # of ours, then theirs
     for c in (10, 1):
         rows += bench_threads(rounds, 4000, c=c)
     return rows
+
+# %% ../../nbs/bench/02_rfm.ipynb #c0de0a03
+def reached_target(row: BenchRow, # with a target such as "≥ 5" or "≤ 1.1"
+                  ) -> bool | None: # None: nothing was asked, or nothing measured
+    "Did the median reach what was asked?"
+    sign, _, number = row["target"].partition(" ")
+    if sign not in ("≥", "≤") or row["ratio"] != row["ratio"]: return None
+    asked = float(number)
+    return row["ratio"] >= asked if sign == "≥" else row["ratio"] <= asked
+
+# %% ../../nbs/bench/02_rfm.ipynb #c0de0a04
+def speed_answer(rows: list[BenchRow], # of a run
+                ) -> str: # Markdown
+    "What was found, one line for each row that has a target."
+    lines = []
+    for row in rows:
+        met = reached_target(row)
+        if met is None: continue
+        verdict = "reached" if met else "**not reached**"
+        lines.append(f"- {row['name']}: **{row['ratio']:.2f}** (asked {row['target']}, {verdict})")
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def _to_tensor(est: _Machine, X: Any) -> Any: # array → tensor
 def _single_is_enough(est: _Machine, n: int) -> bool:
     "Is there nothing that double precision would add?"
     plain = est.update in ("fact", "nfa") and est.solver == "auto"
-    return plain and n > 512 and est.ridge is not None and est.ridge >= 1e-3
+    return plain and n > 512 and isinstance(est.ridge, Real) and est.ridge >= 1e-3
 
 # %% ../../nbs/machines/00_estimators.ipynb #ffd1e2e0
 def _describe(est: _Machine) -> None:
@@ -646,12 +647,15 @@ def left_out_scores(m: RFM, # fitted
     X, Y, w = distinct_rows(p.X[some], Y[some], None if w is None else w[some])
     Z = X * p.W.to(X) if p.W.ndim == 1 else X @ p.W.to(X)
     K = m.fitted_kernel(Z.float() if len(Z) > 512 else Z, mirror=False)
-    w = torch.ones(len(Y)).to(K) if w is None else w.to(K)
-    u = w.sqrt()[:, None]
-    seen = evidence(K.mul_(u).mul_(u.T), max(m.fitted_ridge, 1e-6), Y.to(K), w)
+    if w is not None:
+        w = w.to(K)
+        u = w.sqrt()[:, None]
+        K.mul_(u).mul_(u.T)
+    seen = evidence(K, max(m.fitted_ridge, 1e-6), Y.to(K), w)
     if seen is None: return None
-    D = w * diagonal_of_inverse(seen.factor)
-    return Y - seen.alpha.to(Y) / D.to(Y)[:, None], Y, w
+    often = torch.ones(len(Y)).to(K) if w is None else w
+    D = often * diagonal_of_inverse(seen.factor)
+    return Y - seen.alpha.to(Y) / D.to(Y)[:, None], Y, often
 
 # %% ../../nbs/machines/00_estimators.ipynb #cb5be871
 def sharpness_of(S: np.ndarray, # n × c scores of rows that were left out

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -646,25 +647,26 @@ def median_bandwidth(X, # n × d points
     some = torch.linspace(0, len(X) - 1, min(len(X), max_rows)).long()
     P = pairs(X.cpu().double()[some], None, M, kernel.radial)
     w = None if weight is None else weight.cpu().double()[some]
-    values, counts = _distances(P, w) if kernel.radial else ((P.left * P.right).sum(1).abs(), w)
-    differ = values > 0
-    if counts is None: return _median(values if differ.all() else values[differ])
-    differ &= counts > 0
-    return _weighted_median(values[differ], counts[differ])
+    values, counts = _squares(P, w) if kernel.radial else ((P.left * P.right).sum(1).abs(), w)
+    differ = values > 0 if counts is None else (values > 0) & (counts > 0)
+    values = values if differ.all() else values[differ]
+    middle = _median(values) if counts is None else _weighted_median(values, counts[differ])
+    return middle**.5 if kernel.radial else middle
 
 # %% ../../nbs/machines/02_kernels.ipynb #217346ef
-def _distances(P: Pairs, # of points with themselves
-               w: Tensor | None, # n weights
-              ) -> tuple[Tensor, Tensor | None]: # of every two points, and how often they count
-    "Distances above the diagonal."
-    above = lambda rows: torch.cat([row[i + 1:] for i, row in enumerate(rows)])
-    values = above(P.left @ P.right.T).clamp_(min=0).sqrt_()
-    return values, None if w is None else above(w[:, None] * w)
+def _squares(P: Pairs, # of points with themselves
+             w: Tensor | None, # n weights
+            ) -> tuple[Tensor, Tensor | None]: # of every two points, and how often they count
+    "Squared distances above the diagonal."
+    above = torch.ones(P.shape, dtype=torch.bool).triu_(1)
+    values = (P.left @ P.right.T)[above]
+    return values, None if w is None else (w[:, None] * w)[above]
 
 # %% ../../nbs/machines/02_kernels.ipynb #f9e61694
 def _median(values: Tensor) -> float: # 1 where there is none
     "The lower median."
-    return float(values.median()) if len(values) else 1.
+    middle = (len(values) - 1) // 2
+    return float(np.partition(values.numpy(), middle)[middle]) if len(values) else 1.
 
 # %% ../../nbs/machines/02_kernels.ipynb #bba9a826
 def _weighted_median(values: Tensor, # n
