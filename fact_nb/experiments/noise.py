@@ -42,8 +42,8 @@ class Config:
     parts: tuple[str, ...] = in_grid(PARTS) # which
     seeds: int = in_grid(3) # 0 … seeds−1
     decays: tuple[float, ...] = in_grid((.003, .01, .03)) # λ
-    rates: tuple[float, ...] = in_grid((.1, .1, .1, .03, .03, .3, .3)) # η, constant
-    batches: tuple[int, ...] = in_grid((32, 128, 8, 8, 32, 32, 128)) # b, beside each η
+    rates: tuple[float, ...] = in_grid((.1, .1, .3)) # η, constant
+    batches: tuple[int, ...] = in_grid((32, 128, 32)) # b, beside each η
     cosine_rates: tuple[float, ...] = in_grid((.1, .1, .1, .3)) # η, annealed; the first predicts
     cosine_batches: tuple[int, ...] = in_grid((32, 8, 4, 32)) # b, beside each η
     length: float = 10. # ηλ·steps of every training, but
