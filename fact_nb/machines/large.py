@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['LARGE_FROM', 'LargeSettings', 'LargeFit', 'fit_large', 'suits_large', 'large_settings', 'Rows', 'kept_rows',
-           'with_median', 'learn_step', 'Centres', 'right_side', 'gram_times', 'block_rows', 'GramProduct',
-           'CentrePreconditioner', 'solve_centres', 'ridge_errors', 'LargeRun', 'plan_large', 'begin_large', 'fit_rows',
-           'Split', 'grow_tree', 'leaf_of', 'LeafPredictor', 'fit_leaves', 'centres_core', 'DaskRows', 'as_float',
-           'unshared', 'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
+           'with_median', 'learn_step', 'Centres', 'right_side', 'times_gram', 'gram_times', 'block_rows', 'kept_dtype',
+           'GramProduct', 'CentrePreconditioner', 'solve_centres', 'ridge_errors', 'LargeRun', 'plan_large',
+           'begin_large', 'metrics_to_compare', 'fit_rows', 'Split', 'grow_tree', 'leaf_of', 'LeafPredictor',
+           'leaf_size', 'leaf_predictors', 'fit_leaves', 'centres_core', 'DaskRows', 'as_float', 'unshared',
+           'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
 
 # %% ../../nbs/machines/10_large.ipynb #d2163430
 from collections.abc import Callable, Iterator
@@ -40,11 +41,12 @@ LARGE_FROM = 20_000 # rows from which `auto` goes this way
 class LargeSettings:
     "The choices of a fit on many rows."
     kernel: Kernel = Laplace(None) # without a bandwidth: the median distance, in each metric anew
-    iters: int = 6 # updates of M, each on fresh rows; 0: M = I
-    rows: int = 4000 # of such a subset, and of a leaf
-    learn_ridge: float = .3 # nλ while M is learned
+    iters: int = 10 # updates of M, each on fresh rows; 0: M = I
+    rows: int = 4000 # of such a subset
+    leaf: int | None = None # most rows of a leaf; None: 4,000, and more below 140,000 rows
+    learn_ridges: tuple[float, ...] = (.3, .03) # nλ while M is learned: one way for each
     ridges: tuple[float, ...] = (.003, .03, .3, 3., 30.) # nλ of the predictor: the best is taken
-    centres: int | None = None # k; None: 5,000, and fewer beyond 64,000 rows (1,900 at a million)
+    centres: int | None = None # k; None: 7,000, and fewer beyond 250,000 rows (3,500 at a million)
     leaves: bool | None = None # None: up to 300,000 rows, and kept only if they help
     tol: float = 3e-3 # residual at which the conjugate gradients stop
     steps: int = 30 # of conjugate gradients, at most
@@ -103,7 +105,8 @@ def large_settings(m: RFM, # a machine as it was set up
     "The settings of a machine, for many rows; a ridge that was given is kept."
     given = m.ridge if isinstance(m.ridge, (int, float)) else None
     ridges = LargeSettings.ridges if given is None else (float(given),)
-    return LargeSettings(kernel=m.kernel, iters=6 if m.iters else 0, ridges=ridges, metric=m.metric,
+    iters = LargeSettings.iters if m.iters else 0
+    return LargeSettings(kernel=m.kernel, iters=iters, ridges=ridges, metric=m.metric,
                          memory=m.memory, seed=m.seed, progress=m.progress)
 
 # %% ../../nbs/machines/10_large.ipynb #867bdb65
@@ -172,13 +175,14 @@ def learn_step(s: LargeSettings, # the choices
                X: Tensor, # m × d: fresh rows
                Y: Tensor, # m × c
                M: Tensor, # d × d, float64
+               ridge: float, # nλ while learning
                test: tuple[Tensor, Tensor], # held-out rows
               ) -> tuple[Tensor, float]: # the next M, the error of this one
     "One update of M."
     kernel, W = with_median(s.kernel, X, M), root_of(M)
     P = pairs(X @ W.to(X), None, None, kernel.radial)
     K, coefs = evaluate_both(kernel, P, mirror=False)
-    alpha = solve(K, Y, s.learn_ridge).alpha
+    alpha = solve(K, Y, ridge).alpha
     del K
     error = error_of(s.metric, Predictor(kernel, X, W, alpha)(test[0]), test[1])
     S = fact_core(coefs, alpha, centred(X, kernel.radial), kernel.radial)
@@ -207,14 +211,19 @@ def right_side(X: Tensor, # rows of a block
     "What a block adds to K_mn Y; vectors lie, since products with a few standing ones are slow."
     return (Y.T @ c.against(X)).double()
 
+def times_gram(V: Tensor, # c × k
+               K: Tensor, # rows × k
+              ) -> Tensor: # c × k
+    "V KᵀK."
+    return ((V @ K.T) @ K).double()
+
 def gram_times(X: Tensor, # rows of a block
                Y: Tensor, # their targets, which do not matter here
                c: Centres, # the centres
                V: Tensor, # c × k
               ) -> Tensor: # c × k
     "What a block adds to K_mn K_nm V."
-    K = c.against(X)
-    return ((V @ K.T) @ K).double()
+    return times_gram(V, c.against(X))
 
 # %% ../../nbs/machines/10_large.ipynb #31c35285
 def block_rows(k: int, # centres
@@ -222,23 +231,45 @@ def block_rows(k: int, # centres
     "Rows of a block against k centres."
     return max(128, 2**25 // k)
 
+def kept_dtype(K: Tensor, # float32 or float64
+               kernel: Kernel, # its kernel
+              ) -> torch.dtype:
+    "In which precision a matrix is kept."
+    return torch.float16 if kernel.radial and K.dtype == torch.float32 else K.dtype
+
+# %% ../../nbs/machines/10_large.ipynb #6d0c91aa
 class GramProduct:
-    "V → V K_mn K_nm over all rows, with K_nm kept if there is room."
+    "V → V K_mn K_nm over all rows, with K_nm kept if there is room; and Yᵀ K_nm."
     def __init__(self,
                  rows: Any, # `Rows`, or what does the same
                  c: Centres, # the centres
                  keep: bool, # K_nm in memory
                 ):
-        self.rows, self.c = rows, c
-        self.size = block_rows(len(c.Z))
-        self.kept = [c.against(x) for x, _ in rows.blocks(self.size)] if keep else None
+        self.rows, self.c, self.size = rows, c, block_rows(len(c.Z))
+        self.kept: list[Tensor] | None = None
+        self.room = torch.empty(0, dtype=c.Z.dtype)     # a block in full precision
+        self.rhs = self._made() if keep else rows.total(right_side, self.size, c)
+
+    def _made(self) -> Tensor: # c × k
+        "Make and keep the blocks."
+        self.kept, parts = [], []
+        for x, y in self.rows.blocks(self.size):
+            K = self.c.against(x)
+            parts.append((y.T @ K).double())
+            self.kept.append(K.to(kept_dtype(K, self.c.kernel)))
+            self.room = max(K, self.room, key=len)
+        return torch.stack(parts).sum(0)
+
+    def _wide(self, K: Tensor) -> Tensor:
+        "A block in full precision, in the room of the first."
+        return K if K.dtype == self.room.dtype else self.room[:len(K)].copy_(K)
 
     def __call__(self,
                  V: Tensor, # c × k
                 ) -> Tensor: # c × k
         v = V.to(self.c.Z)
         if self.kept is None: return self.rows.total(gram_times, self.size, self.c, v)
-        return torch.stack([((v @ K.T) @ K).double() for K in self.kept]).sum(0)
+        return torch.stack([times_gram(v, self._wide(K)) for K in self.kept]).sum(0)
 
 # %% ../../nbs/machines/10_large.ipynb #9af94d1f
 class CentrePreconditioner:
@@ -287,10 +318,9 @@ def solve_centres(rows: Any, # `Rows`, or what does the same
     "B by preconditioned conjugate gradients."
     n = len(rows) - len(rows.held)
     pre, gram = CentrePreconditioner(c, n, ridge), GramProduct(rows, c, keep)
-    rhs = rows.total(right_side, gram.size, c)
     both = lambda V: gram(V) + ridge * pre.middle(V)
-    none = torch.zeros(len(rhs), dtype=rhs.dtype)
-    B, residual, used = cg(both, pre, rhs, none, tol, steps)
+    none = torch.zeros(len(gram.rhs), dtype=gram.rhs.dtype)
+    B, residual, used = cg(both, pre, gram.rhs, none, tol, steps)
     return B.T.to(c.Z), used, float(residual.max())
 
 # %% ../../nbs/machines/10_large.ipynb #e72c4002
@@ -347,7 +377,7 @@ def plan_large(n: int, # rows
                limit: int, # bytes
               ) -> tuple[int, bool]: # k, and whether K_nm is kept
     "The number of centres that fits, and whether their matrix does."
-    k = s.centres or int(5000 * min(1, (64_000 / n)**.35))
+    k = s.centres or int(7000 * min(1, (250_000 / n)**.5))
     k = min(k, n - n // 10)
     other = 8 * s.rows**2 + 3 * 2**27
     while k > 100 and other + 12 * k * k > limit:
@@ -355,7 +385,8 @@ def plan_large(n: int, # rows
     if other + 12 * k * k > limit:
         raise MemoryError(f"{in_gb(limit)} are too little: subsets of {s.rows} rows need "
                           f"{in_gb(other)}: raise memory=, or choose fewer rows=")
-    return k, other + 12 * k * k + 4 * n * k <= limit
+    size = 2 if s.kernel.radial else 4                  # bytes of a value that is kept
+    return k, other + 12 * k * k + size * n * k <= limit
 
 # %% ../../nbs/machines/10_large.ipynb #a6c00ff6
 def begin_large(rows: Any, # `Rows`, or what does the same
@@ -370,7 +401,7 @@ def begin_large(rows: Any, # `Rows`, or what does the same
     h = min(4000, n // 10)
     rows = replace(rows, held=order[:h].sort().values)
     k, keep = plan_large(n, s, memory_limit(s.memory, torch.device("cpu")))
-    first = dict(t=0, M=torch.eye(d).double(), learned=None, history=[], chosen=None, B=None)
+    first = dict(t=0, M=torch.eye(d).double(), learned=[], history=[], chosen=None, B=None)
     state, save = _stored(rows, s, checkpoint)
     test = rows.take(order[:h])
     return LargeRun(rows, s, order[h:], test, k, keep and hasattr(rows, "blocks"),
@@ -387,27 +418,43 @@ def _stored(rows: Any, s: LargeSettings, checkpoint: str | Path | None) -> tuple
 # %% ../../nbs/machines/10_large.ipynb #122401dd
 def _learn(run: LargeRun) -> None:
     "One step of learning M, and what it says of the metric before."
-    st, t = run.state, run.state["t"]
-    X, Y = run.fresh(t)
-    M, error = learn_step(run.settings, X, Y, st["M"], run.test)
-    st["history"].append(dict(step="learn", t=t, ridge=run.settings.learn_ridge, error=error))
-    if t and (st["learned"] is None or error < st["learned"]["error"]):
-        st["learned"] = dict(t=t, error=error, M=st["M"])
-    st.update(t=t + 1, M=M)
+    st, s = run.state, run.settings
+    way, t = divmod(st["t"], s.iters + 1)
+    ridge = s.learn_ridges[way]
+    M = st["M"] if t else torch.eye(run.rows.shape[1]).double()
+    X, Y = run.fresh(st["t"])
+    following, error = learn_step(s, X, Y, M, ridge, run.test)
+    st["history"].append(dict(step="learn", t=t, ridge=ridge, error=error))
+    if t:
+        st["learned"] = _remember(st["learned"], dict(way=way, t=t, M=M, error=error))
+    st.update(t=st["t"] + 1, M=following)
     run.save(st)
 
 # %% ../../nbs/machines/10_large.ipynb #5363c811
+def _remember(learned: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    "Of each way the metric that did best on its subset, and the last."
+    others = [o for o in learned if o["way"] != new["way"]]
+    own = [o for o in learned if o["way"] == new["way"]] + [new]
+    best = min(own, key=lambda o: o["error"])
+    return others + ([new] if best is new else [best, new])
+
+def metrics_to_compare(state: dict[str, Any], # of a run
+                       d: int, # inputs
+                      ) -> list[dict[str, Any]]: # t and M of each
+    "The identity, and what was learned."
+    return [dict(t=0, M=torch.eye(d).double())] + [dict(t=o["t"], M=o["M"])
+                                                   for o in state["learned"]]
+
+# %% ../../nbs/machines/10_large.ipynb #5b1a77e0
 def _choose_large(run: LargeRun) -> None:
-    "The identity or the learned metric, and the ridge."
+    "The metric, and the ridge."
     st, s = run.state, run.settings
-    d = run.rows.shape[1]
-    options = [dict(t=0, M=torch.eye(d).double())] + ([st["learned"]] if st["learned"] else [])
     X, Y = run.rows.take(run.order[:20_000])
     found = []
-    for o in options:
+    for o in metrics_to_compare(st, run.rows.shape[1]):
         c = run.centres(o["M"], min(1000, run.k))
         errors = ridge_errors(c, X, Y, run.test, s.ridges, s.metric)
-        found += [dict(t=o["t"], M=o["M"], ridge=r, error=e) for r, e in zip(s.ridges, errors)]
+        found += [dict(**o, ridge=r, error=e) for r, e in zip(s.ridges, errors)]
     st["history"] += [dict(step="choose", t=f["t"], ridge=f["ridge"], error=f["error"])
                       for f in found]
     st["chosen"] = min(found, key=lambda f: f["error"])
@@ -436,16 +483,18 @@ def fit_rows(rows: Any, # `Rows`, or what does the same
     "The three steps, on rows that may live anywhere."
     run = begin_large(rows, s, checkpoint)
     hide = None if s.progress is None else not s.progress
-    with tqdm(total=s.iters + 3, desc="large", leave=False, disable=hide) as bar:
-        while s.iters and run.state["t"] <= s.iters:
+    steps = len(s.learn_ridges) * (s.iters + 1) if s.iters else 0
+    with tqdm(total=steps + 2, desc="large", leave=False, disable=hide) as bar:
+        while run.state["t"] < steps:
             _learn(run)
             bar.update()
         for key, step in (("chosen", _choose_large), ("B", _solve_large)):
             if run.state[key] is None:
                 step(run)
             bar.update()
-        predictor = _with_leaves(run, _base(run))
-    return _conclude_large(run, predictor)
+        base = _base(run)
+        judged = _with_leaves(run, base)
+    return _conclude_large(run, judged, _with_all_rows(run, judged))
 
 # %% ../../nbs/machines/10_large.ipynb #8e0cb763
 def _base(run: LargeRun) -> Predictor:
@@ -453,7 +502,7 @@ def _base(run: LargeRun) -> Predictor:
     c = run.centres(run.state["chosen"]["M"], run.k)
     return Predictor(c.kernel, c.Z, c.W, run.state["B"])
 
-def _conclude_large(run: LargeRun, predictor: Any) -> LargeFit:
+def _conclude_large(run: LargeRun, judged: Any, predictor: Any) -> LargeFit:
     "The fit, and a sentence about it."
     chosen, n = run.state["chosen"], len(run.rows)
     metric = f"M after {chosen['t']} updates" if chosen["t"] else "M = I"
@@ -461,7 +510,7 @@ def _conclude_large(run: LargeRun, predictor: Any) -> LargeFit:
     leaves = f", {len(predictor.parts)} leaves" if isinstance(predictor, LeafPredictor) else ""
     note = (f"n = {n}: {run.k} centres, kernel between rows and centres {where}; {metric} and "
             f"ridge {chosen['ridge']:g} chosen on {len(run.test[0])} held-out rows{leaves}")
-    left_out = predictor(run.test[0]), run.test[1]
+    left_out = judged(run.test[0]), run.test[1]
     return LargeFit(predictor, chosen["M"], chosen["ridge"], chosen["t"],
                     run.state["history"], note, left_out)
 
@@ -513,7 +562,7 @@ class LeafPredictor:
     "A predictor for all, and one for the residuals in each leaf."
     base: Predictor # of all rows
     tree: Any # `Split`, or 0
-    parts: list[Predictor] # by leaf
+    parts: list[Predictor | None] # by leaf; None: nothing is added
 
     @property
     def kernel(self) -> Kernel: return self.base.kernel
@@ -532,30 +581,48 @@ class LeafPredictor:
         F = self.base(Z)
         leaf = leaf_of(self.tree, Z @ self.base.W.to(Z))
         for number in leaf.unique().tolist():
+            part = self.parts[number]
             rows = (leaf == number).nonzero()[:, 0]
-            F[rows] += self.parts[number](Z[rows])
+            if part is not None:
+                F[rows] += part(Z[rows])
         return F
 
 # %% ../../nbs/machines/10_large.ipynb #a3e0ea35
+def leaf_size(n: int, # rows
+              s: LargeSettings, # the choices
+             ) -> int:
+    "Most rows of a leaf."
+    return s.leaf or max(4000, int((2.2e12 / n)**.5))
+
+def leaf_predictors(base: Predictor, # a predictor for all rows
+                    X: Tensor, # rows of the leaf
+                    Y: Tensor, # their targets
+                    ridges: tuple[float, ...], # nλ
+                   ) -> list[Predictor]: # by ridge
+    "Machines on the residuals in one leaf."
+    K = base.kernel(X @ base.W.to(X), mirror=False)
+    found = solve_grid(K, Y - base(X), ridges)
+    return [Predictor(base.kernel, X, base.W, one.alpha) for one in found]
+
+# %% ../../nbs/machines/10_large.ipynb #c0b7d1f2
 def fit_leaves(base: Predictor, # a predictor for all rows
                X: Tensor, # n × d training rows
                Y: Tensor, # n × c
                size: int, # most rows of a leaf
                ridges: tuple[float, ...], # nλ, to compare
-               done: Callable[[], None] = lambda: None, # called after each leaf
-              ) -> list[LeafPredictor]: # by ridge
+               helps: Callable[[list[LeafPredictor]], bool] = lambda found: True, # go on?
+              ) -> list[LeafPredictor]: # by ridge; none if the first leaves do not help
     "Machines on the residuals of a predictor, one for each leaf."
-    R = Y - base(X)
     leaves: list[Tensor] = []
-    Z = X @ base.W.to(X)
-    tree = grow_tree(Z, size, leaves)
-    parts: list[list[Predictor]] = [[] for _ in ridges]
-    for rows in leaves:
-        K = base.kernel(Z[rows], mirror=False)
-        for own, sol in zip(parts, solve_grid(K, R[rows], ridges)):
-            own.append(Predictor(base.kernel, X[rows], base.W, sol.alpha))
-        done()
-    return [LeafPredictor(base, tree, own) for own in parts]
+    tree = grow_tree(X @ base.W.to(X), size, leaves)
+    found = [LeafPredictor(base, tree, [None] * len(leaves)) for _ in ridges]
+    order = sorted(range(len(leaves)), key=lambda leaf: leaf % 8)
+    for done, leaf in enumerate(order):
+        if len(leaves) > 8 and done == len(leaves) // 8 and not helps(found): return []
+        rows = leaves[leaf]
+        for p, part in zip(found, leaf_predictors(base, X[rows], Y[rows], ridges)):
+            p.parts[leaf] = part
+    return found
 
 # %% ../../nbs/machines/10_large.ipynb #fbaa5b0e
 def _with_leaves(run: LargeRun, base: Predictor) -> Any: # `LeafPredictor`, or the base
@@ -564,16 +631,25 @@ def _with_leaves(run: LargeRun, base: Predictor) -> Any: # `LeafPredictor`, or t
     small = len(run.rows) <= 300_000 and hasattr(run.rows, "blocks")
     if s.leaves is False or (s.leaves is None and not small): return base
     X, Y = (torch.cat(parts) for parts in zip(*run.rows.blocks(2**20)))
-    ridges = (st["chosen"]["ridge"], st["chosen"]["ridge"] / 10)
-    best: Any = base
+    error = lambda p: error_of(s.metric, p(run.test[0]), run.test[1])
     least = st["history"][-1]["error"]
-    for ridge, p in zip(ridges, fit_leaves(base, X, Y, s.rows, ridges)):
-        error = error_of(s.metric, p(run.test[0]), run.test[1])
-        row = dict(step="leaves", t=st["chosen"]["t"], ridge=ridge, error=error)
+    ridges = (st["chosen"]["ridge"], st["chosen"]["ridge"] / 10)
+    helps = lambda found: bool(s.leaves) or min(map(error, found)) < least
+    best: Any = base
+    for ridge, p in zip(ridges, fit_leaves(base, X, Y, leaf_size(len(X), s), ridges, helps)):
+        row = dict(step="leaves", t=st["chosen"]["t"], ridge=ridge, error=error(p))
         st["history"] = st["history"] + [row]
-        if error < least or (s.leaves and best is base):
-            best, least = p, error
+        if row["error"] < least or (s.leaves and best is base):
+            best, least, st["leaf_ridge"] = p, row["error"], ridge
     return best
+
+# %% ../../nbs/machines/10_large.ipynb #4fe0a9b3
+def _with_all_rows(run: LargeRun, judged: Any) -> Any: # `LeafPredictor`, or what was judged
+    "The leaves again, with the held-out rows in them."
+    if not isinstance(judged, LeafPredictor): return judged
+    X, Y = (torch.cat(parts) for parts in zip(*run.rows.blocks(2**20), run.test))
+    size = leaf_size(len(X), run.settings)
+    return fit_leaves(judged.base, X, Y, size, (run.state["leaf_ridge"],))[0]
 
 # %% ../../nbs/machines/10_large.ipynb #320e0403
 def centres_core(kernel: Kernel, # radial
