@@ -226,10 +226,10 @@ def test_leaves_that_do_not_help_are_given_up_after_an_eighth():
     X, y = table(4000)
     base = fit_large(X, y, replace(SMALL, iters=0)).predictor
     seen = []
-    look = lambda answer: lambda found: seen.append(sum(p is not None for p in found[0].parts)) or answer
-    assert fit_leaves(base, X, y[:, None], 250, (.1,), look(False)) == []
-    whole = fit_leaves(base, X, y[:, None], 250, (.1,), look(True))[0]
-    assert seen == [2, 2] and None not in whole.parts
+    look = lambda kept: lambda found: seen.append(sum(p is not None for p in found[0].parts)) or found[:kept]
+    assert fit_leaves(base, X, y[:, None], 250, (.1, 1.), look(0)) == []
+    whole, = fit_leaves(base, X, y[:, None], 250, (.1, 1.), look(1))
+    assert seen == [2, 2] and None not in whole.parts and whole.ridge == .1
 
 
 def test_a_kept_kernel_is_rounded_and_the_answer_is_not():

@@ -249,7 +249,7 @@ def _r2(F: Tensor, y: Tensor) -> float:
 def kill_one(n: int = 1_000_000, # rows
              size: int = 100_000, # of a chunk
              # the choices; fewer centres than on one machine, since nothing is kept
-             s: LargeSettings = LargeSettings(centres=2000, progress=False),
+             s: LargeSettings = LargeSettings(centres=1000, progress=False),
             ) -> ClusterRun:
     "Fit undisturbed, then again with one of two workers killed half-way."
     from distributed import Client, LocalCluster
