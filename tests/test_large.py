@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fact_nb.machines.kernels import Gaussian, Laplace, Quadratic
-from fact_nb.machines.large import (DaskRows, LargeSettings, LeafPredictor, Rows, centres_core, fit_large,
-                                    kept_rows, plan_large)
+from fact_nb.machines.large import (Centres, DaskRows, GramProduct, LargeSettings, LeafPredictor, Rows, centres_core, fit_large,
+                                    fit_leaves, kept_rows, leaf_size, plan_large)
 
 SMALL = LargeSettings(rows=600, centres=200, iters=2, leaves=False, progress=False)
 
@@ -37,10 +37,11 @@ def test_learns_and_says_what_it_did(fitted):
     assert r2(fitted.predict(X[2500:]), y[2500:]) > .8
     assert fitted.best_iter > 0 and fitted.M.diagonal()[:3].sum() > .6 * fitted.M.trace()
     assert "200 centres" in fitted.note and "held-out rows" in fitted.note
-    assert [h["step"] for h in fitted.history].count("learn") == 3
+    assert [(h["t"], h["ridge"]) for h in fitted.history if h["step"] == "learn"] == [
+        (t, r) for r in (.3, .03) for t in range(3)]
 
 
-@pytest.mark.parametrize("change", [dict(seed=1), dict(centres=50), dict(learn_ridge=30.), dict(iters=0),
+@pytest.mark.parametrize("change", [dict(seed=1), dict(centres=50), dict(learn_ridges=(30.,)), dict(iters=0),
                                     dict(ridges=(100.,)), dict(kernel=Laplace(.5)), dict(leaves=True),
                                     dict(rows=300), dict(tol=.5), dict(steps=1)],
                          ids=str)
@@ -61,7 +62,7 @@ def test_memory_decides_how_many_centres_and_what_is_kept(fitted):
     X, y = table()
     with pytest.raises(MemoryError, match="raise memory="):
         fit_large(X, y, replace(SMALL, memory=1e8))
-    tight = fit_large(X[:2500], y[:2500], replace(SMALL, memory=4.08e8))
+    tight = fit_large(X[:2500], y[:2500], replace(SMALL, memory=4.065e8))
     assert "made anew" in tight.note and "kept in memory" in fitted.note
     assert (tight.predict(X[2500:]) - fitted.predict(X[2500:])).abs().max() < .02
     k, keep = plan_large(10**6, LargeSettings(), int(1.2e9))
@@ -209,3 +210,36 @@ def test_settings_of_a_machine_carry_over():
     from fact_nb.machines.large import large_settings
     s = large_settings(RFM(Gaussian(2.), ridge=.7, memory=5e9, seed=3, metric="error", iters=0))
     assert (s.kernel, s.ridges, s.memory, s.seed, s.metric, s.iters) == (Gaussian(2.), (.7,), 5e9, 3, "error", 0)
+
+
+def test_leaves_have_the_size_that_is_asked_for_and_end_with_all_rows():
+    X = table(4000)[0][:, :2]
+    board = torch.sin(4 * X).prod(1, keepdim=True).sign()
+    s = replace(SMALL, iters=0, centres=100, leaves=None)
+    big, small = (fit_large(X, board, replace(s, leaf=leaf)).predictor for leaf in (2000, 500))
+    assert (len(big.parts), len(small.parts)) == (2, 8)
+    assert sum(len(p.X) for p in small.parts) == 4000             # those that were held out too
+    assert leaf_size(21_000, s) > 2 * leaf_size(250_000, s) == 8000
+
+
+def test_leaves_that_do_not_help_are_given_up_after_an_eighth():
+    X, y = table(4000)
+    base = fit_large(X, y, replace(SMALL, iters=0)).predictor
+    seen = []
+    look = lambda kept: lambda found: seen.append(sum(p is not None for p in found[0].parts)) or found[:kept]
+    assert fit_leaves(base, X, y[:, None], 250, (.1, 1.), look(0)) == []
+    whole, = fit_leaves(base, X, y[:, None], 250, (.1, 1.), look(1))
+    assert seen == [2, 2] and None not in whole.parts and whole.ridge == .1
+
+
+def test_a_kept_kernel_is_rounded_and_the_answer_is_not():
+    X, y = table()
+    c = Centres(Laplace(3.), torch.eye(6), X[:200])
+    rows = Rows(X, y[:, None])
+    kept, anew = (GramProduct(rows, c, keep) for keep in (True, False))
+    assert kept.kept[0].dtype == torch.float16
+    V = torch.randn(1, 200, generator=torch.Generator().manual_seed(1)).double()
+    a, b = kept(V), anew(V)
+    assert 0 < (a - b).norm() < 1e-3 * b.norm() and (kept.rhs - anew.rhs).norm() < 1e-5 * anew.rhs.norm()
+    wide = GramProduct(rows, replace(c, kernel=Quadratic()), True)
+    assert wide.kept[0].dtype == torch.float32                    # its values may be large
