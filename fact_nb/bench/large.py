@@ -263,7 +263,7 @@ def kill_one(n: int = 1_000_000, # rows
         timer.start()
         second, again = _timed(table, s)
         timer.cancel()
-        died = cluster.workers[0].pid != victim
+        died = victim not in [w.pid for w in cluster.workers.values()]
     F, G = first.predict(Z), second.predict(Z)
     off = float((F - G).abs().max())
     return ClusterRun((seconds, again), (_r2(F, y), _r2(G, y)), off, died, second.note)
