@@ -396,10 +396,11 @@ judges["grokking-no-herald"] = resting_on(judge_herald, part=("shuffled",))
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #f3ee5a39
 def draw_seeds(ax: Axes, curves: pd.Series, # index: seed, step
                label: str, **how: Any) -> None:
-    "A thin line for each seed and their mean."
+    "A thin line for each seed, a thick one for the last."
     for _, g in curves.groupby("seed"):
         ax.plot(g.droplevel("seed"), lw=.5, alpha=.4, color=how["color"])
-    ax.plot(curves.groupby("step").mean(), label=label, lw=1.8, **how)
+    last = curves.index.get_level_values("seed").max()
+    ax.plot(curves.loc[last], label=label, lw=1.8, **how)
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #a5c811e3
 def plainly(kind: str, ls: Any = None) -> dict[str, Any]:
@@ -448,7 +449,7 @@ def draw_correlations(r: Result) -> plt.Figure:
 figures = dict(
     transition=Figure(draw_generalising, "Accuracy, mean relative error of AdamW's form of FACT "
                       "over eight matrices, and how circulant the embedding's matrices are, over "
-                      "training; dotted: shuffled sums.",
+                      "training; thick: the last seed; dotted: shuffled sums.",
                       "Three panels over steps. Test accuracy jumps late; the error is low before, "
                       "peaks in the jump and falls; AGOP turns circulant first, WᵀW last."),
     correlations=Figure(draw_correlations, "Mean correlation with WᵀW of four quantities over "

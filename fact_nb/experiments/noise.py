@@ -319,7 +319,7 @@ def draw_collapse(r: Result) -> plt.Figure:
         ends = [errors.r_predicted.min(), errors.r_predicted.max()]
         left.plot(ends, ends, color="black", lw=.8)
         right.plot([0, 1], [0, 1], color="black", lw=.8)
-        left.set(xscale="log", yscale="log", xlabel=r"predicted $\kappa\sqrt{\eta/b}$",
+        left.set(xlabel=r"predicted $\kappa\sqrt{\eta/b}$",
                  ylabel=r"$r$ of a snapshot")
         right.set(xlabel="predicted share of training", ylabel="correlation passes ½")
         left.legend()
