@@ -6,8 +6,8 @@
 __all__ = ['LARGE_FROM', 'LEAF_RIDGES', 'LargeSettings', 'LargeFit', 'fit_large', 'suits_large', 'large_settings', 'Rows',
            'kept_rows', 'with_median', 'learn_step', 'Centres', 'right_side', 'times_gram', 'gram_times', 'block_rows',
            'kept_dtype', 'GramProduct', 'CentrePreconditioner', 'solve_centres', 'ridge_errors', 'LargeRun',
-           'plan_large', 'large_work', 'begin_large', 'metric_error', 'fit_rows', 'Split', 'grow_tree', 'leaf_of',
-           'LeafPredictor', 'leaf_size', 'leaf_predictors', 'fit_leaves', 'centres_core', 'DaskRows', 'as_float',
+           'plan_large', 'begin_large', 'metric_error', 'fit_rows', 'Split', 'grow_tree', 'leaf_of', 'LeafPredictor',
+           'leaf_size', 'leaf_predictors', 'fit_leaves', 'large_work', 'centres_core', 'DaskRows', 'as_float',
            'unshared', 'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
 
 # %% ../../nbs/machines/10_large.ipynb #d2163430
@@ -391,25 +391,6 @@ def plan_large(n: int, # rows
     size = 2 if s.kernel.radial else 4                  # bytes of a value that is kept
     return k, other + 12 * k * k + size * n * k <= limit
 
-# %% ../../nbs/machines/10_large.ipynb #largees2
-def large_work(n: int, # rows
-               d: int, # columns
-               c: int, # targets
-               s: LargeSettings, # the choices
-               limit: int, # bytes
-              ) -> tuple[float, float]: # operations and bytes, both about
-    "What a fit on many rows will take."
-    k, keep = plan_large(n, s, limit)
-    machine = lambda m: m**3 / 3 + 2 * m**2 * (2 * d + c + 20)
-    learn = len(s.learn_ridges) * (s.iters + 1) * machine(s.rows)
-    choose = 2 * (2 * min(n, 20_000) * 1000 * (1000 + d) + len(s.ridges) * 1000**3)
-    solve = 2 * k**3 / 3 + 2 * n * k * ((1 if keep else 10) * (d + 20) + 20 * c)
-    leaves = s.leaves or (s.leaves is None and n <= 300_000)
-    leaf = leaf_size(n, s)
-    tree = 4 * n / leaf * machine(leaf) if leaves else 0       # tried, then with all rows
-    need = 8 * s.rows**2 + 3 * 2**27 + 12 * k**2 + (2 * n * k if keep else 0)
-    return learn + choose + solve + tree, float(need)
-
 # %% ../../nbs/machines/10_large.ipynb #a6c00ff6
 def begin_large(rows: Any, # `Rows`, or what does the same
                 s: LargeSettings, # the choices
@@ -704,6 +685,25 @@ def _with_all_rows(run: LargeRun, judged: Any) -> Any: # `LeafPredictor`, or wha
     X, Y = (torch.cat(parts) for parts in zip(*run.rows.blocks(2**20), run.test))
     size = leaf_size(len(X), run.settings)
     return fit_leaves(judged.base, X, Y, size, (judged.ridge,))[0]
+
+# %% ../../nbs/machines/10_large.ipynb #largees2
+def large_work(n: int, # rows
+               d: int, # columns
+               c: int, # targets
+               s: LargeSettings, # the choices
+               limit: int, # bytes
+              ) -> tuple[float, float]: # operations and bytes, both about
+    "What a fit on many rows will take."
+    k, keep = plan_large(n, s, limit)
+    machine = lambda m: m**3 / 3 + 2 * m**2 * (2 * d + c + 20)
+    learn = len(s.learn_ridges) * (s.iters + 1) * machine(s.rows)
+    choose = 2 * (2 * min(n, 20_000) * 1000 * (1000 + d) + len(s.ridges) * 1000**3)
+    solve = 2 * k**3 / 3 + 2 * n * k * ((1 if keep else 10) * (d + 20) + 20 * c)
+    leaves = s.leaves or (s.leaves is None and n <= 300_000)
+    leaf = leaf_size(n, s)
+    tree = 4 * n / leaf * machine(leaf) if leaves else 0       # tried, then with all rows
+    need = 8 * s.rows**2 + 3 * 2**27 + 12 * k**2 + (2 * n * k if keep else 0)
+    return learn + choose + solve + tree, float(need)
 
 # %% ../../nbs/machines/10_large.ipynb #320e0403
 def centres_core(kernel: Kernel, # radial
