@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CRITERIA', 'STOPPED', 'RUN', 'experiment', 'few_rows', 'Puzzle', 'puzzle', 'last_of', 'best_of', 'fold_accuracies',
-           'wide', 'gaps_by_part', 'table_points', 'pairs_table', 'draw_pairs', 'draw_tables']
+           'wide', 'gaps_by_part', 'table_points', 'pairs_table', 'draw_pairs', 'draw_tables', 'twin_shift']
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0008
 import warnings
@@ -422,3 +422,13 @@ def sizes(config: Any, unit: Any) -> dict[str, float]:
 experiment = Experiment(
     "objectives", "which criterion should learn the metric: leave-one-out, evidence, GCV or φ",
     presets, units, run_unit, judges, figures, work, sizes=sizes)
+
+# %% ../../nbs/experiments/18_objectives.ipynb #oe0063
+def twin_shift(M: Tensor, # 2p × 2p metric on one-hot pairs
+              ) -> int:
+    "The shift k at which the block between a and b, centred, is largest in the mean."
+    p = len(M) // 2
+    C = M[:p, p:] - M[:p, p:].mean(0) - M[:p, p:].mean(1, keepdim=True) + M[:p, p:].mean()
+    at = torch.arange(p, device=M.device)
+    away = (at[:, None] - at) % p
+    return int(torch.stack([C[away == k].mean().abs() for k in range(p)]).argmax())
