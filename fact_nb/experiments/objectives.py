@@ -80,7 +80,7 @@ class Config(Sums):
 presets = dict(
     quick=Config(p=17, fractions=(.6,), other_fractions=(), long_fractions=(), seeds=1, iters=60,
                  phi_iters=30, parities=(2,), d2=20, n=200, max_n=200, stand_in=True),
-    cpu=Config(),
+    cpu=Config(other_seeds=1, long_fractions=()),
     paper=Config(long_seeds=5, d3=50, n=5000, max_n=1100))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0016
@@ -258,7 +258,7 @@ def _missing(g: pd.DataFrame) -> str: # of `gaps_by_part`
     "How the runs mod 61 fall short of those that the criterion names; empty where they do not."
     seeds = g[g.p == 61].groupby("fraction").seed.nunique()
     if min(seeds.get(f, 0) for f in (.3, .4, .5)) >= 5 and {.6, .7} <= set(seeds.index): return ""
-    return "mod 61 only: " + ", ".join(f"{f:g} of the pairs on {k} seeds" for f, k in seeds.items())
+    return "mod 61 only: " + ", ".join(f"{f:g} of the pairs on {k} of 5 seeds" for f, k in seeds.items())
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0040
 def judge_sums(r: Result) -> Judgement | None:
@@ -409,13 +409,13 @@ def work(cfg: Config, unit: dict[str, Any]) -> Work:
     if unit["task"] == "sum":
         p = unit["p"]
         n, d, c = int(p**2 * unit["fraction"]), 2 * p, p
-    fits = 180. * 9 if unit["method"] in CRITERIA else 2. * cfg.iters
+    fits = 3. * cfg.iters if unit["method"] in CRITERIA else 2. * cfg.iters
     return fit_work(n, d, c, fits, matrices=6)
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0058
 def sizes(config: Any, unit: Any) -> dict[str, float]:
     "Modulus, or points and dimension, of a run."
-    if unit["task"] == "sum": return dict(p=unit["p"])
+    if unit["task"] == "sum": return dict(p=unit.get("p", config["p"]))
     return {k: config[k] for k in ("n", "d3")} if unit["task"] == "parity" else {}
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0059
