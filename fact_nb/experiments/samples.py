@@ -30,7 +30,7 @@ from ..networks.shares import LayerRows, feature_vectors, layer_rows, shares_of
 from ..networks.shares import without_feature
 
 # %% ../../nbs/experiments/20_samples.ipynb #sm0008
-SETS = dict(small=("digits", 300, 300, 300), digits=("digits", 1000, 500, 600),
+SETS = dict(small=("digits", 300, 300, 300), digits=("digits", 1000, 400, 600),
             mnist=("mnist", 2000, 2000, 300)) # data set, training images, held-out, epochs
 
 # %% ../../nbs/experiments/20_samples.ipynb #sm0009
