@@ -105,10 +105,10 @@ def rank_auc(scores: Tensor, # one a sample
              found: Tensor, # which samples are meant
             ) -> float:
     "How often a sample that is meant has the larger score, a tie counting half."
-    ranks = torch.from_numpy(pd.Series(scores.double().cpu().numpy()).rank().to_numpy())
+    ranks = torch.tensor(pd.Series(scores.double().cpu().numpy()).rank().to_list())
     found = found.cpu()
     a, b = int(found.sum()), int((~found).sum())
-    return float((ranks[found].sum() - a * (a + 1) / 2) / (a * b))
+    return float((ranks[found].double().sum() - a * (a + 1) / 2) / (a * b))
 
 # %% ../../nbs/experiments/20_samples.ipynb #sm0022
 def sample_losses(net: nn.Module, data: Flat) -> Tensor: # n
