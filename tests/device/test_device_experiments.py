@@ -25,6 +25,7 @@ SMALL = dict(
     kernel_theory="seeds=1",
     linear_kernel="cs=3 ridges=10 seeds=1 iters=3 n=40 d=8",
     relu_kinks="epochs=3 seeds=1 iters=3",
+    samples="epochs=3 features=3",
     margins="levels=-0.1,-1 fall=0.2",
     adamw="seeds=1 archs=mlp steps=20 gpt_steps=20 account_steps=5",
     no_decay="seeds=1 iters=50 zero_steps=200 motion_time=1 steps=40,40")
