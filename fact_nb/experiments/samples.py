@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['experiment', 'by_network', 'samples_by_decay', 'draw_samples']
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0005
+# %% ../../nbs/experiments/20_samples.ipynb #sm0008
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ from ..lab.store import Result, once_per_result
 from ..networks.shares import LayerRows, feature_vectors, layer_rows, shares_of
 from ..networks.shares import without_feature
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0008
+# %% ../../nbs/experiments/20_samples.ipynb #sm0011
 SETS = dict(small=("digits", 300, 300, 300), digits=("digits", 1000, 400, 600),
             mnist=("mnist", 2000, 2000, 300)) # data set, training images, held-out, epochs
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0009
+# %% ../../nbs/experiments/20_samples.ipynb #sm0012
 @dataclass(frozen=True)
 class Config:
     "Settings of the shares of samples."
@@ -55,24 +55,24 @@ class Config:
         require(min(self.width, self.hidden, self.top, self.features) >= 1 and self.epochs >= 0,
                 "width, hidden, top and features must be at least 1, epochs not negative")
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0011
+# %% ../../nbs/experiments/20_samples.ipynb #sm0014
 presets = dict(quick=Config(sets=("small",), lams=(3e-3, 1e-4), seeds=1), cpu=Config(),
                paper=Config(seeds=10, width=128))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0012
+# %% ../../nbs/experiments/20_samples.ipynb #sm0015
 def units(cfg: Config) -> list[dict[str, Any]]:
     "Every set, decay and seed."
     return [dict(net=name, lam=lam, seed=s)
             for name in cfg.sets for lam in cfg.lams for s in range(cfg.seeds)]
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0014
+# %% ../../nbs/experiments/20_samples.ipynb #sm0017
 def settings_of(cfg: Config, unit: Mapping[str, Any]) -> Networks:
     "The network of a unit and its training."
     name, n, _, epochs = SETS[unit["net"]]
     return Networks(datasets=(name,), n=n, width=cfg.width, hidden=cfg.hidden, lr=.3,
                     epochs=cfg.epochs or epochs, lam=unit["lam"])
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0016
+# %% ../../nbs/experiments/20_samples.ipynb #sm0019
 class NoisyImages(NamedTuple):
     "Training images with some wrong labels; held-out and test images with right ones."
     train: Flat # its test part is the test set
@@ -80,7 +80,7 @@ class NoisyImages(NamedTuple):
     X_held: Tensor
     Y_held: Tensor
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0017
+# %% ../../nbs/experiments/20_samples.ipynb #sm0020
 def with_flips(data: Flat, # images for training and for holding out
                n: int, # of them for training
                part: float, # of the labels to change
@@ -100,7 +100,7 @@ def with_flips(data: Flat, # images for training and for holding out
     train = Flat(data.X[fit], Y, data.X_test, data.Y_test)
     return NoisyImages(train, flipped, data.X[held], data.Y[held])
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0020
+# %% ../../nbs/experiments/20_samples.ipynb #sm0023
 def rank_auc(scores: Tensor, # one a sample
              found: Tensor, # which samples are meant
             ) -> float:
@@ -110,20 +110,20 @@ def rank_auc(scores: Tensor, # one a sample
     a, b = int(found.sum()), int((~found).sum())
     return float((ranks[found].double().sum() - a * (a + 1) / 2) / (a * b))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0022
+# %% ../../nbs/experiments/20_samples.ipynb #sm0025
 def sample_losses(net: nn.Module, data: Flat) -> Tensor: # n
     "The squared loss of every training sample."
     with torch.no_grad():
         return (net(data.X) - data.Y).square().mean(1)
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0023
+# %% ../../nbs/experiments/20_samples.ipynb #sm0026
 def gradient_norms(rows: list[LayerRows], # of all layers
                   ) -> Tensor: # n
     "The squared norm of each sample's gradient by all weights and biases of a perceptron."
     sizes = [r.g.square().sum((1, 2)) * (r.h.square().sum((1, 2)) + 1) for r in rows]
     return torch.stack(sizes).sum(0)
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0024
+# %% ../../nbs/experiments/20_samples.ipynb #sm0027
 def search_scores(cfg: Config, net: nn.Module, data: Flat, lam: float) -> dict[str, Tensor]:
     "The scores by which wrong labels are looked for."
     names = [str(2 * i) for i in range(cfg.hidden + 1)]
@@ -135,7 +135,7 @@ def search_scores(cfg: Config, net: nn.Module, data: Flat, lam: float) -> dict[s
     return dict(loss=sample_losses(net, data), gradient=gradient_norms(rows),
                 against=-shares.sum(1), size=shares.abs().sum(1), control=-others.sum(1))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0026
+# %% ../../nbs/experiments/20_samples.ipynb #sm0029
 def feature_rows(cfg: Config, net: nn.Module, noisy: NoisyImages, lam: float
                 ) -> list[dict[str, Any]]:
     "A row a feature of the first layer."
@@ -155,7 +155,7 @@ def feature_rows(cfg: Config, net: nn.Module, noisy: NoisyImages, lam: float
                           held=float(held[j]), drop_in_accuracy=drop))
     return found
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0027
+# %% ../../nbs/experiments/20_samples.ipynb #sm0030
 def accuracy_on_test(net: nn.Module, data: Flat) -> float:
     "Accuracy on the test set."
     return score(net, data.X_test, data.Y_test)["accuracy"]
@@ -164,7 +164,7 @@ def accuracy_without(net: nn.Module, data: Flat, v: Tensor) -> float:
     "Accuracy on the test set when the first layer does not see a direction."
     with without_feature(net, "0", v): return accuracy_on_test(net, data)
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0029
+# %% ../../nbs/experiments/20_samples.ipynb #sm0032
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One network: how well each score finds the wrong labels, and a row a feature."
     known, seed, lam = settings_of(cfg, unit), unit["seed"], unit["lam"]
@@ -184,7 +184,7 @@ def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
                 test=accuracy_on_test(net, train))
     return Output([seen, *rows, *feature_rows(cfg, net, noisy, lam)])
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0031
+# %% ../../nbs/experiments/20_samples.ipynb #sm0034
 @once_per_result
 def by_network(r: Result) -> pd.DataFrame: # index: net, lam, seed
     "What is judged of each network, one row each."
@@ -195,7 +195,7 @@ def by_network(r: Result) -> pd.DataFrame: # index: net, lam, seed
     read = pd.DataFrame([dict(zip(index, key)) | features_read(r, g) for key, g in feature])
     return search.join(seen).join(read.set_index(index))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0032
+# %% ../../nbs/experiments/20_samples.ipynb #sm0035
 def features_read(r: Result, g: pd.DataFrame) -> dict[str, float]: # g: features of one network
     "How near the sums are, what wrong labels made, and what goes with the drop of accuracy."
     top = g[g.feature < r.config["top"]]
@@ -206,19 +206,20 @@ def features_read(r: Result, g: pd.DataFrame) -> dict[str, float]: # g: features
                 wrong_top=float((top.wrong / top.eigenvalue).max()),
                 by_eigenvalue=with_drop(taken.eigenvalue), by_held=with_drop(taken.held))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0033
+# %% ../../nbs/experiments/20_samples.ipynb #sm0036
 def at_decay(r: Result, strong: bool) -> pd.DataFrame:
     "The networks with the strongest decay, or with the weakest."
     t = by_network(r)
     lams = t.index.get_level_values("lam")
     return t[lams == (lams.max() if strong else lams.min())]
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0034
-def over_seeds(t: pd.DataFrame, column: str, words: str) -> tuple[Estimate, ...]:
-    "The mean over seeds with its interval, for each set."
-    return tuple(mean_estimate(f"{net}: {words}", g[column]) for net, g in t.groupby("net"))
+# %% ../../nbs/experiments/20_samples.ipynb #sm0037
+def over_seeds(t: pd.DataFrame, column: str, words: str, over: str = "seeds"
+              ) -> tuple[Estimate, ...]:
+    "The mean over networks with its interval, for each set."
+    return tuple(mean_estimate(f"{net}: {words}", g[column], over) for net, g in t.groupby("net"))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0035
+# %% ../../nbs/experiments/20_samples.ipynb #sm0038
 def judge_sum(r: Result) -> Judgement:
     "samples-sum."
     strong, weak = (at_decay(r, s).off for s in (True, False))
@@ -226,7 +227,7 @@ def judge_sum(r: Result) -> Judgement:
                  f"{len(strong)} networks, λ = {r.df.lam.max():g}: off by {strong.min():.3f} to "
                  f"{strong.max():.3f}; at λ = {r.df.lam.min():g} by {weak.max():.2f} at most")
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0037
+# %% ../../nbs/experiments/20_samples.ipynb #sm0040
 def judge_against(r: Result) -> Judgement:
     "samples-against."
     t = at_decay(r, strong=True)
@@ -236,7 +237,7 @@ def judge_against(r: Result) -> Judgement:
                  f"largest part {t.wrong_top.max():+.2f}",
                  estimates=over_seeds(t, "wrong", "part of tr N by wrong labels"))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0038
+# %% ../../nbs/experiments/20_samples.ipynb #sm0041
 def judge_made(r: Result) -> Judgement:
     "samples-made."
     t = at_decay(r, strong=False)
@@ -247,7 +248,7 @@ def judge_made(r: Result) -> Judgement:
                      for net, g in t.groupby("net"))
     return judge(ok, f"λ = {r.df.lam.min():g}: {said}", estimates=parts)
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0040
+# %% ../../nbs/experiments/20_samples.ipynb #sm0043
 def judge_find(r: Result) -> Judgement:
     "samples-find."
     t = at_decay(r, strong=True)
@@ -257,7 +258,7 @@ def judge_find(r: Result) -> Judgement:
                      for net, row in found.iterrows())
     return judge(bool(ok), said, estimates=over_seeds(t, "against", "AUC of shares"))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0041
+# %% ../../nbs/experiments/20_samples.ipynb #sm0044
 def judge_loss(r: Result) -> Judgement:
     "samples-loss."
     t = by_network(r)
@@ -269,9 +270,9 @@ def judge_loss(r: Result) -> Judgement:
                      for net in loss.index.get_level_values("net").unique())
     apart = t.assign(gain=t.loss - t[["against", "size"]].max(axis=1))
     return judge(bool(gain > threshold("samples-loss", "gain")), said,
-                 estimates=over_seeds(apart, "gain", "AUC of loss − shares, all λ"))
+                 estimates=over_seeds(apart, "gain", "AUC of loss − shares, all λ", "networks"))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0043
+# %% ../../nbs/experiments/20_samples.ipynb #sm0046
 def judge_held(r: Result) -> Judgement:
     "samples-held."
     t = at_decay(r, strong=True)
@@ -283,7 +284,7 @@ def judge_held(r: Result) -> Judgement:
     return judge(ok, f"λ = {r.df.lam.max():g}: {said}; λ = {r.df.lam.min():g}: "
                  + ", ".join(f"{v:.2f}" for v in weak), estimates=parts)
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0044
+# %% ../../nbs/experiments/20_samples.ipynb #sm0047
 def judge_eigenvalue(r: Result) -> Judgement:
     "samples-eigenvalue."
     m = by_network(r).groupby(["net", "lam"])[["by_eigenvalue", "by_held"]].mean()
@@ -293,12 +294,12 @@ def judge_eigenvalue(r: Result) -> Judgement:
                  f"share {m.by_held.min():.2f} to {m.by_held.max():.2f}; least difference "
                  f"{better.min():+.2f}")
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0045
+# %% ../../nbs/experiments/20_samples.ipynb #sm0048
 judges = {"samples-sum": judge_sum, "samples-against": judge_against,
           "samples-made": judge_made, "samples-find": judge_find, "samples-loss": judge_loss,
           "samples-held": judge_held, "samples-eigenvalue": judge_eigenvalue}
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0047
+# %% ../../nbs/experiments/20_samples.ipynb #sm0050
 QUESTIONS = {
     "AUC, wrong labels": dict(loss=("loss", "NFM"), gradient=("gradient norm", "eNFA"),
                               against=("−share", "FACT"), size=("|share|", "AGOP")),
@@ -307,13 +308,13 @@ QUESTIONS = {
     "correlation with the drop": dict(by_eigenvalue=("eigenvalue", "sqrt"),
                                       by_held=("held-out share", "FACT"))} # column → label, look
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0048
+# %% ../../nbs/experiments/20_samples.ipynb #sm0051
 def samples_by_decay(r: Result) -> pd.DataFrame: # index: net, lam; columns: number, statistic
     "Mean, smallest and largest over seeds."
     columns = [name for lines in QUESTIONS.values() for name in lines]
     return by_network(r)[columns].groupby(["net", "lam"]).agg(["mean", "min", "max"])
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0049
+# %% ../../nbs/experiments/20_samples.ipynb #sm0052
 def _draw_question(ax: Axes, table: pd.DataFrame, lines: Mapping[str, tuple[str, str]]) -> None:
     "One panel: lines over the decay."
     for column, (label, kind) in lines.items():
@@ -322,7 +323,7 @@ def _draw_question(ax: Axes, table: pd.DataFrame, lines: Mapping[str, tuple[str,
         ax.errorbar(d.index, d["mean"], yerr=bars, label=label, capsize=2, **look(kind))
     ax.set(xscale="log")
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0050
+# %% ../../nbs/experiments/20_samples.ipynb #sm0053
 def draw_samples(r: Result) -> plt.Figure:
     "Who is found, who made the features, what a held-out share says: by decay."
     table = samples_by_decay(r)
@@ -341,7 +342,7 @@ def draw_samples(r: Result) -> plt.Figure:
             ax.set_xlabel(r"$\lambda$")
     return fig
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0051
+# %% ../../nbs/experiments/20_samples.ipynb #sm0054
 figures = dict(decay=Figure(
     draw_samples,
     "Left: how well each score finds the wrong labels. Middle: the part of the first layer's "
@@ -351,7 +352,7 @@ figures = dict(decay=Figure(
     "the decay is strong and make most of them where it is weak. The eigenvalue goes with the "
     "loss of accuracy more closely than the held-out share."))
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0053
+# %% ../../nbs/experiments/20_samples.ipynb #sm0056
 TEST_IMAGES = dict(digits=297, mnist=10_000)
 
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
@@ -362,7 +363,7 @@ def work(cfg: Config, unit: dict[str, Any]) -> Work:
     passes = TEST_IMAGES[name] * min(cfg.features, cfg.width)
     return w + Work(flops=one * passes, steps=10. * cfg.features)
 
-# %% ../../nbs/experiments/20_samples.ipynb #sm0054
+# %% ../../nbs/experiments/20_samples.ipynb #sm0057
 experiment = Experiment(
     "samples", "which samples made a feature: wrong labels, and features that generalise",
     presets, units, run_unit, judges, figures, work=work)
