@@ -97,6 +97,7 @@ class LargeRows(NamedTuple):
     X_test: np.ndarray
     y_test: np.ndarray
 
+# %% ../../nbs/bench/06_large.ipynb #48d0a6b6
 def corpus_rows(name: str, # of a table of the UCI corpus
                 seed: int, # of the split
                ) -> LargeRows:
@@ -129,6 +130,7 @@ def _lightgbm(regression: bool, seed: int) -> Any:
     make = peer.LGBMRegressor if regression else peer.LGBMClassifier
     return make(random_state=seed, n_jobs=1, verbose=-1)
 
+# %% ../../nbs/bench/06_large.ipynb #d5c7bf1e
 def _rfm(regression: bool, seed: int) -> Any:
     "Our estimator; it goes the large way by itself."
     return (RFMRegressor if regression else RFMClassifier)(random_state=seed)
@@ -176,6 +178,7 @@ def large_file(results: Path | None = None, # folder of the result store
     "Where the fits are kept."
     return (results or results_dir()) / "bench" / "large.csv"
 
+# %% ../../nbs/bench/06_large.ipynb #29b9e594
 def stored_large(path: Path, # of the file
                 ) -> pd.DataFrame:
     "The fits that are there."
@@ -188,6 +191,7 @@ def _add(path: Path, row: dict[str, Any]) -> None:
     line = pd.DataFrame([row]).reindex(columns=_COLUMNS)
     line.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.5g")
 
+# %% ../../nbs/bench/06_large.ipynb #806d598c
 def _there(t: LargeTask) -> bool:
     "Can its rows be had without a connection?"
     return t.name in ("regression", "classes") or available(t.name.split("/")[0])
@@ -217,6 +221,7 @@ def make_chunk(block_info: Any = None, # what dask says of the chunk
     X, y = index_rows(rows, wide - 1, draw=1000 + where["chunk-location"][0])
     return torch.cat([X, y[:, None]], 1).numpy()
 
+# %% ../../nbs/bench/06_large.ipynb #701a2416
 def chunked_rows(n: int, # rows
                  size: int, # of a chunk
                  d: int = 20, # inputs
@@ -241,6 +246,7 @@ def _timed(table: Any, s: LargeSettings) -> tuple[Any, float]:
     fit = fit_large(table[:, :-1], table[:, -1], s)
     return fit, time.perf_counter() - start
 
+# %% ../../nbs/bench/06_large.ipynb #753bad23
 def _r2(F: Tensor, y: Tensor) -> float:
     "Share of the variance that is explained."
     return 1 - float((F[:, 0] - y).square().mean() / y.var(correction=0))
@@ -298,6 +304,7 @@ def ahead_by(fits: pd.DataFrame, # of the file
 # %% ../../nbs/bench/06_large.ipynb #d7683d78
 BUDGET = {"regression 64k": (45, 2.5), "regression 250k": (90, 6.), "regression 1000k": (150, 9.)}
 
+# %% ../../nbs/bench/06_large.ipynb #89519bfc
 def large_table(fits: pd.DataFrame, # of the file
                ) -> pd.DataFrame: # one row a table
     "Scores, the lead, CPU seconds of both and the peak, means over seeds."
@@ -368,6 +375,7 @@ def _price_row(own: pd.DataFrame, column: str, target: str) -> BenchRow:
     return BenchRow(name=f"{own.task.iloc[0]}: {unit}", ratio=float(values.median()),
                     low=float(values.min()), high=float(values.max()), target=target, note="")
 
+# %% ../../nbs/bench/06_large.ipynb #5979d621
 def _price_rows(fits: pd.DataFrame) -> list[BenchRow]:
     "What the regressions cost."
     ours = fits[fits.method == "RFM"]

@@ -137,6 +137,7 @@ def _listed(part: str, text: str) -> list[TableSpec]:
     rows = [line.split() for line in text.split("\n") if line]
     return [TableSpec(part, name, target, tuple(drop)) for name, target, *drop in rows]
 
+# %% ../../nbs/bench/05_tables.ipynb #9c16d00a
 TABLES = ([TableSpec("a", f"uci/{k}") for k in _CORPUS]
           + [TableSpec("b", f"uci/{k}") for k in _OUTSIDE]
           + _listed("b", _NEW) + _listed("r", _NUMBERS))
@@ -185,6 +186,7 @@ def _parted(t: TableSpec, X: Any, y: np.ndarray, train: np.ndarray, test: np.nda
     code = lambda rows: np.array([number.get(k, -1) for k in y[rows]])
     return SplitTable(pick(train), code(train), pick(test), code(test))
 
+# %% ../../nbs/bench/05_tables.ipynb #0ad44dbb
 def split_rows(t: TableSpec, seed: int, most: int = 1000, tested: int = 5000) -> SplitTable:
     "Training and test rows of one seed."
     X, y = inputs_and_targets(t)
@@ -193,12 +195,12 @@ def split_rows(t: TableSpec, seed: int, most: int = 1000, tested: int = 5000) ->
     parts = train_test_split(np.arange(len(y)), test_size=.25, random_state=seed, stratify=alike)
     return _parted(t, X, y, parts[0][:most], parts[1][:tested])
 
-
 # %% ../../nbs/bench/05_tables.ipynb #8ab59f60
 def _texts(X: pd.DataFrame) -> list[str]:
     "Columns that are not numbers."
     return [c for c in X if not pd.api.types.is_numeric_dtype(X[c].dtype)]
 
+# %% ../../nbs/bench/05_tables.ipynb #ca68d0d8
 def as_categories(X: Any, Z: Any) -> tuple[Any, Any]:
     "Text as pandas categories; levels are those of the training rows."
     if isinstance(X, np.ndarray): return X, Z
@@ -219,6 +221,7 @@ def as_filled_text(X: Any, Z: Any) -> tuple[Any, Any]:
             A[c] = A[c].where(A[c].notna(), "missing").astype(str)
     return filled[0], filled[1]
 
+# %% ../../nbs/bench/05_tables.ipynb #a0272a28
 def as_matrix(X: Any, Z: Any) -> tuple[np.ndarray, np.ndarray]:
     "Numbers standardised and filled, a column for each level."
     if isinstance(X, np.ndarray):
@@ -231,6 +234,7 @@ def as_matrix(X: Any, Z: Any) -> tuple[np.ndarray, np.ndarray]:
     both = make_column_transformer((numbers, [c for c in X if c not in text]), (hot, text))
     return both.fit_transform(X), both.transform(Z)
 
+# %% ../../nbs/bench/05_tables.ipynb #1422816b
 def as_is(X: Any, Z: Any) -> tuple[Any, Any]:
     "Rows for training and for testing, left as they are."
     return X, Z
@@ -276,10 +280,12 @@ def _ours(**usual: Any) -> Callable[..., Any]:
     kind = lambda r: RFMRegressor if r else RFMClassifier
     return lambda r, seed, X, **how: kind(r)(random_state=seed, **usual | how)
 
+# %% ../../nbs/bench/05_tables.ipynb #6ea6cbdb
 def _forest(r: bool, seed: int, X: Any, **how: Any) -> Any:
     make = RandomForestRegressor if r else RandomForestClassifier
     return make(random_state=seed, n_jobs=1, **how)
 
+# %% ../../nbs/bench/05_tables.ipynb #3f18191c
 def _lightgbm(r: bool, seed: int, X: Any, **how: Any) -> Any:
     import lightgbm as peer
     make = peer.LGBMRegressor if r else peer.LGBMClassifier
@@ -287,17 +293,18 @@ def _lightgbm(r: bool, seed: int, X: Any, **how: Any) -> Any:
 
 def _xrfm(r: bool, seed: int, X: Any, **how: Any) -> Any: return XrfmPeer(r, how)
 
+# %% ../../nbs/bench/05_tables.ipynb #e1f7f98f
 def _xgboost(r: bool, seed: int, X: Any) -> Any:
     import xgboost as peer
     return (peer.XGBRegressor if r else peer.XGBClassifier)(random_state=seed, n_jobs=1,
                                                             enable_categorical=True)
 
+# %% ../../nbs/bench/05_tables.ipynb #cce7752c
 def _catboost(r: bool, seed: int, X: Any) -> Any:
     import catboost as peer
     text = _texts(X) if isinstance(X, pd.DataFrame) else None
     return (peer.CatBoostRegressor if r else peer.CatBoostClassifier)(
         random_seed=seed, thread_count=1, verbose=0, cat_features=text, allow_writing_files=False)
-
 
 # %% ../../nbs/bench/05_tables.ipynb #e2356eb0
 CONTENDERS = {
@@ -311,6 +318,7 @@ CONTENDERS = {
     "CatBoost": Contender(_catboost, as_filled_text, "catboost"),
 }
 
+# %% ../../nbs/bench/05_tables.ipynb #3ecbe396
 def installed(name: str) -> bool:
     "Can this contender run here?"
     package = CONTENDERS[name].package
@@ -368,6 +376,7 @@ def scores_file(results: Path | None = None) -> Path: # folder of the result sto
     "Where the units are kept."
     return (results or results_dir()) / "bench" / "tables.csv"
 
+# %% ../../nbs/bench/05_tables.ipynb #8634f555
 def stored_scores(path: Path) -> pd.DataFrame:
     "The units that are there."
     if not path.exists(): return pd.DataFrame(columns=_COLUMNS)
@@ -399,6 +408,7 @@ def by_table(scores: pd.DataFrame, part: str) -> pd.DataFrame: # tables × metho
     here = scores[scores.part == part]
     return here.pivot_table(index="table", columns="method", values="score", aggfunc="mean")
 
+# %% ../../nbs/bench/05_tables.ipynb #c9a2c808
 def paired_units(scores: pd.DataFrame, # units
                  part: str, # "a", "b" or "r"
                  ours: str, # one method
@@ -413,6 +423,7 @@ def paired_units(scores: pd.DataFrame, # units
 _COMPARED = ["peer", "tables", "seeds", "ours", "theirs", "difference", "low", "high", "wins",
              "losses", "p"]
 
+# %% ../../nbs/bench/05_tables.ipynb #0aef8648
 def against_peers(scores: pd.DataFrame, # units
             part: str, # "a", "b" or "r"
             ours: str = "RFM", # the method that is compared
@@ -436,6 +447,7 @@ def _beside() -> Path | None:
     beside = Path(fact_nb.__file__).resolve().parent.parent / "results"
     return beside if beside.exists() else None
 
+# %% ../../nbs/bench/05_tables.ipynb #6440556e
 def committed_scores() -> pd.DataFrame:
     "The units of the run that is kept with the repository."
     return stored_scores(scores_file(_beside()))
@@ -453,6 +465,7 @@ def _small(x: float, form: str = ".4f") -> str:
     "A number without the zero in front."
     return f"{x:{form}}".replace("0.", ".", 1)
 
+# %% ../../nbs/bench/05_tables.ipynb #31756d54
 def comparison_text(c: Any, # a row of `against_peers`
                     tables: int, # of the part
                     seeds: float = 3, # of the contender that has most
@@ -480,6 +493,7 @@ def peers_table(scores: pd.DataFrame, # units
     lines = [[m, *(columns[part].get(m, "–") for part in titles)] for m in peers]
     return markdown_table(["against", *titles.values()], lines)
 
+# %% ../../nbs/bench/05_tables.ipynb #9f7096cd
 def markdown_table(head: list[str], # what stands above the columns
                    lines: list[list[str]], # a list of cells each
                   ) -> str:
@@ -498,6 +512,7 @@ def means_of(scores: pd.DataFrame, # units
     by_method = here.groupby("method")
     return {m: float(g[column].mean()) for m, g in by_method if g.table.nunique() == whole}
 
+# %% ../../nbs/bench/05_tables.ipynb #82f424e8
 def furthest(scores: pd.DataFrame, # units
              part: str, # "a", "b" or "r"
              peer: str, # against whom
@@ -536,6 +551,7 @@ def _log_between(rng: np.random.Generator, low: float, high: float) -> float:
     "A number whose logarithm is uniform, to three digits."
     return float(f"{np.exp(rng.uniform(np.log(low), np.log(high))):.3g}")
 
+# %% ../../nbs/bench/05_tables.ipynb #92a15450
 def _whole_between(rng: np.random.Generator, low: int, high: int) -> int:
     "A whole number whose logarithm is about uniform."
     return round(_log_between(rng, low, high))
@@ -567,6 +583,7 @@ def _xrfm_space(rng: np.random.Generator, columns: int) -> dict[str, Any]:
     return dict(rfm_params=dict(model=model, fit=fit),
                 classification_mode=_one_of(rng, "zero_one", "prevalence"))
 
+# %% ../../nbs/bench/05_tables.ipynb #fd8fef1d
 def _forest_space(rng: np.random.Generator, columns: int) -> dict[str, Any]:
     return dict(max_features=_one_of(rng, "sqrt", .2, .4, .6, .8, 1.),
                 min_samples_leaf=_whole_between(rng, 1, 20),
@@ -577,6 +594,7 @@ def _evidence_space(rng: np.random.Generator) -> dict[str, Any]:
     prior = Prior(own=_log_between(rng, 1, 30), mixed=_log_between(rng, 10, 1000))
     return dict(update=Evidence(steps=_one_of(rng, 5, 10, 20), prior=prior))
 
+# %% ../../nbs/bench/05_tables.ipynb #fc9c44b1
 def _plain_space(rng: np.random.Generator) -> dict[str, Any]:
     ridge = _one_of(rng, None, _log_between(rng, 1e-3, 10))
     if rng.random() < .5: return dict(update="fact", iters=_one_of(rng, 0, 1, 2, 3), ridge=ridge)
@@ -591,9 +609,9 @@ def _rfm_space(rng: np.random.Generator, columns: int) -> dict[str, Any]:
     return how | dict(kernel=_one_of(rng, "laplace", kernel), bandwidth=bandwidth,
                       diagonal=bool(rng.random() < .3))
 
+# %% ../../nbs/bench/05_tables.ipynb #a221ecd8
 SPACES = {"RFM": _rfm_space, "LightGBM": _lightgbm_space, "xRFM": _xrfm_space,
           "random forest": _forest_space}
-
 TUNED_TABLES = [t for part in "br" for t in [t for t in TABLES if t.part == part][::3]]
 
 # %% ../../nbs/bench/05_tables.ipynb #tuned007
@@ -615,6 +633,7 @@ def _on_rows(t: TableSpec, rows: SplitTable, seed: int, method: str, how: dict[s
     X, Z = one.form(rows.X, rows.X_test)
     return _judged(one.make(t.regression, seed, X, **how).fit(X, rows.y), t, rows, Z)
 
+# %% ../../nbs/bench/05_tables.ipynb #ce4628e8
 def inner_score(t: TableSpec, # the table
                 rows: SplitTable, # its split; test rows are not looked at
                 seed: int, # of the folds
@@ -659,6 +678,7 @@ def tuned_file(results: Path | None = None) -> Path: # folder of the result stor
     "Where the tuned units are kept."
     return scores_file(results).with_name("tuned.csv")
 
+# %% ../../nbs/bench/05_tables.ipynb #fc7cb381
 def run_tuned(path: Path, # of the file
               tables: list[TableSpec] = TUNED_TABLES,
               methods: tuple[str, ...] = tuple(SPACES),
@@ -728,6 +748,7 @@ def bench_rows(scores: pd.DataFrame, # units at the defaults
     return rows + [_row(part, c, ", tuned") for part in "br"
                    for c in against_peers(tuned, part).itertuples() if c.tables >= 5]
 
+# %% ../../nbs/bench/05_tables.ipynb #e0e520e5
 def bench(rounds: int = 7, # at most three: one for each seed
           quick: bool = False, # two small tables, without peers
          ) -> list[BenchRow]:

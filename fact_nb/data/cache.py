@@ -350,6 +350,7 @@ class Place(NamedTuple):
     find: Callable[[DataSet], Located] # raises OSError or ValueError when it is not there
     remote: bool # does it need a network?
 
+# %% ../../nbs/data/00_cache.ipynb #8a474cf8
 PLACES = (
     Place("the folder of the environment variable FACT_DATA", given, remote=False),
     Place("the user cache", cached, remote=False),

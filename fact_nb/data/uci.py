@@ -181,8 +181,8 @@ def _entry(line: str) -> tuple[str, Meta]: # name, what is known
     name, n, n_second, d, c, digest = line.split()
     return name, Meta(int(n), int(n_second), int(d), int(c), digest)
 
+# %% ../../nbs/data/03_uci.ipynb #8230a032
 META: dict[str, Meta] = dict(_entry(line) for line in _TABLES.splitlines() if line)
-
 # the 121st: over the published protocol's limit of 100,000 rows, so nobody averages it
 MISSING = dict(miniboone=130_064)
 

@@ -130,12 +130,14 @@ class AdamwData(NamedTuple):
     X: Tensor # n rows
     y: Tensor # n classes
 
+# %% ../../nbs/experiments/15_adamw.ipynb #7504722d
 def digit_rows(cfg: Config, flat: bool) -> AdamwData:
     "Digits as rows of 64, or as images."
     images = subset(digits(), cfg.images)
     X = (images.X.float() / images.peak - .3) / .35
     return AdamwData(X.flatten(1) if flat else X.reshape(-1, 1, 8, 8), images.y)
 
+# %% ../../nbs/experiments/15_adamw.ipynb #2cc44072
 def pair_rows(cfg: Config, seed: int) -> AdamwData:
     "Four fifths of all pairs, with their sums mod p."
     pairs, sums = modular_pairs(cfg.p, "+")
@@ -212,6 +214,7 @@ def norms_of(net: nn.Module) -> dict[str, float]:
     "The norm of every weight matrix."
     return {k: float(x.of(x.param.detach()).norm()) for k, x in followed(net).items()}
 
+# %% ../../nbs/experiments/15_adamw.ipynb #252ddd37
 def accuracy_of(net: nn.Module, data: AdamwData) -> float:
     "The share of training rows that are classified as they should."
     with torch.no_grad():
@@ -223,6 +226,7 @@ def placed(cfg: Config, arch: str, seed: int, ctx: Context) -> tuple[nn.Module, 
     net, data = adamw_network(cfg, arch, seed)
     return net.to(ctx.device), AdamwData(*(t.to(ctx.device) for t in data))
 
+# %% ../../nbs/experiments/15_adamw.ipynb #b0294b5e
 def steps_of(cfg: Config, arch: str) -> int:
     "How long a network is trained."
     return cfg.gpt_steps if "gpt" in arch else cfg.steps
@@ -279,6 +283,7 @@ def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
 GONE = 1e-3 # of its first norm: a matrix below this is left out
 FITS = .9 # training accuracy: a network below this is left out
 
+# %% ../../nbs/experiments/15_adamw.ipynb #fb3868c8
 def is_left_out(d: pd.DataFrame) -> pd.Series: # of booleans
     "Matrices that have decayed to nothing, and those of networks that do not fit."
     return (d.left <= GONE) | (d.accuracy < FITS)
@@ -393,6 +398,7 @@ judges["decoupled-exact"] = resting_on(judge_account, part=("account",))
 # %% ../../nbs/experiments/15_adamw.ipynb #a6e5d00b
 TITLES = dict(mlp="perceptron", conv="convolutions", gpt="GPT, no norm", gpt_norm="GPT, LayerNorm")
 
+# %% ../../nbs/experiments/15_adamw.ipynb #14630f2d
 def draw_line(r: Result) -> plt.Figure:
     "r of every matrix against lr·λ·steps, a panel per network; grey: constant rate."
     annealed, constant = readings(r), readings(r, "constant")
@@ -456,6 +462,7 @@ figures = dict(
 OPERATIONS = dict(mlp=170., conv=260., gpt=900., gpt_norm=1000.) # small ones, in a step
 ON_HOST = "fifty steps of small matrices in float64"
 
+# %% ../../nbs/experiments/15_adamw.ipynb #c6d313f3
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
     each = OPERATIONS[unit.get("arch", "mlp")]

@@ -757,6 +757,7 @@ figures = dict(
 # %% ../../nbs/experiments/04_deep_linear.ipynb #458cbb33
 ON_HOST = "networks of twenty units in float64: a device would only wait for the next step"
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #0df450c3
 def work(cfg: Config, unit: dict) -> Work:
     "What a unit asks of a machine."
     L, per_epoch = unit["L"], math.ceil(cfg.n / cfg.batch)

@@ -107,6 +107,7 @@ class PairSplit(NamedTuple):
     X_test: Tensor # the other pairs
     y_test: Tensor # their sums
 
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #5470ba77
 def pair_split(cfg: Config, part: str, seed: int) -> PairSplit:
     "A random part of all pairs with their sums; in part shuffled the sums change places."
     pairs, sums = modular_pairs(cfg.p, "+")
@@ -177,6 +178,7 @@ SIDES = dict(NFM="nfm", adamw="fact_adamw", FACT="fact", AGOP="agop", eNFA="enfa
 QUICKLY = ("fact", "fact_adamw") # at the trembling weights
 FULLY = (*QUICKLY, "agop", "enfa") # at rest
 
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #4e72c474
 def matrix_rows(rep: Any, # a report of `measure`
                 labels: dict[str, str], # column → quantity
                ) -> list[dict[str, Any]]: # a row per matrix
@@ -202,6 +204,7 @@ def right_share(net: nn.Module, X: Tensor, y: Tensor) -> float:
     with torch.no_grad():
         return float((net(X).argmax(-1) == y).float().mean())
 
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #13e9bb50
 def ends_of(net: nn.Module, data: PairSplit) -> dict[str, float]:
     "Accuracies and losses of a network."
     with torch.no_grad():
@@ -279,6 +282,7 @@ class Phases(NamedTuple):
     between: float # the largest from there until nearly all are right
     end: float # at the last look
 
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #b36eb567
 def phases_of(d: pd.DataFrame, # of one seed, index: step
               low: float, # accuracy until which it is before
              ) -> Phases:
@@ -295,6 +299,7 @@ def by_seed(r: Result, part: str, low: float) -> dict[int, Phases]:
     d = looks_of(r, part)
     return {int(s): phases_of(g.droplevel("seed"), low) for s, g in d.groupby("seed")}
 
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #87f3494c
 def trained_seeds(r: Result, part: str = "sums") -> bool:
     "Are there three seeds that learned their pairs and, of sums, all others?"
     d = looks_of(r, part)
@@ -304,6 +309,7 @@ def trained_seeds(r: Result, part: str = "sums") -> bool:
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #9acfac02
 def listed_values(x: Any) -> str: return ", ".join(f"{v:.2f}" for v in x)
 
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #51a70c0c
 def most_of(hits: list[bool], # a seed each
             id: str, # of the claim; its threshold `share` counts
            ) -> bool:
@@ -408,6 +414,7 @@ def plainly(kind: str, ls: Any = None) -> dict[str, Any]:
     seen = look(kind)
     return dict(color=seen["color"], ls=seen["linestyle"] if ls is None else ls)
 
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #bdbe78a5
 SHOWN = dict(AGOP="AGOP", eNFA="eNFA", adamw="FACT", NFM="NFM") # column → look
 NAMES = dict(AGOP="AGOP", eNFA="eNFA", adamw="FACT (AdamW)", NFM=r"$W^\top W$")
 

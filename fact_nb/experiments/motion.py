@@ -477,6 +477,7 @@ class MotionLine(NamedTuple):
     label: str # {} stands for the steps between two products
     look: str # whose colour and marker
 
+# %% ../../nbs/experiments/11_motion.ipynb #b43f4710
 LINES = dict(average=MotionLine("moving average", "NFM"),
              cheap=MotionLine("one product in {}, midpoint", "eNFA"),
              skip=MotionLine("one product in {}, skipping", "AGOP"),

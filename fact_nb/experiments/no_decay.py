@@ -431,6 +431,7 @@ def part(r: Result, name: str) -> pd.DataFrame:
 STILL = 1e-9 # a gradient above this is not that of a critical point
 FITTED = 1e-6 # a loss below this is an exact fit
 
+# %% ../../nbs/experiments/12_no_decay.ipynb #8b929935
 def critical_rows(limit: pd.DataFrame # rows of part limit
                  ) -> pd.DataFrame:
     "Critical points with decay, of the seeds whose limit was reached."
@@ -516,6 +517,7 @@ def judge_motion(r: Result) -> Judgement | None:
 DEAD = 1e-3 # of its initial norm: a matrix below this is left out
 HIGH = .8 # a correlation at which the mean step is said to stand in for FACT
 
+# %% ../../nbs/experiments/12_no_decay.ipynb #1bf4150f
 def judged_rows(r: Result) -> pd.DataFrame:
     "Rows of part adamw in the window that is judged."
     d = part(r, "adamw")
@@ -639,6 +641,7 @@ def draw_dual(r: Result) -> plt.Figure:
 # %% ../../nbs/experiments/12_no_decay.ipynb #263f3b8e
 _LAYER_LOOKS = ("FACT", "AGOP", "eNFA") # three layers, drawn as these quantities are elsewhere
 
+# %% ../../nbs/experiments/12_no_decay.ipynb #31d8cc4d
 def _limit_panel(ax: plt.Axes, table: pd.DataFrame) -> None:
     "Distance of FACT at λ from dual weights at 0, a line a layer."
     for (layer, g), kind in zip(table.groupby("layer"), _LAYER_LOOKS):
@@ -720,6 +723,7 @@ class Compared(NamedTuple):
     name: str # in the legend
     kind: str # drawn as this one is elsewhere
 
+# %% ../../nbs/experiments/12_no_decay.ipynb #b42af72c
 COMPARED = dict(pearson=Compared("mean step, $W$ at the start", "FACT"),
                 end=Compared("the same, $W$ at the end (empty)", "NFM"),
                 gradient=Compared("mean gradient", "AGOP"),

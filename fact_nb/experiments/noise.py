@@ -90,6 +90,7 @@ class NoiseData(NamedTuple):
     X: Tensor # n rows
     y: Tensor # n classes
 
+# %% ../../nbs/experiments/20_noise.ipynb #76ca2a3a
 def deviations(net: nn.Module, data: NoiseData, decay: float,
                rows: Tensor, # which samples
               ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]: # g̃ᵢ and H g̃ᵢ, by name
@@ -137,6 +138,7 @@ def predicted_error(scatter: float, # κ
     "The relative error of a snapshot of FACT at a constant rate."
     return scatter * math.sqrt(lr / batch)
 
+# %% ../../nbs/experiments/20_noise.ipynb #313f25e1
 def predicted_jump(error: float, # κ√(η/b) at the first rate
                   ) -> float: # share of training
     "When the correlation passes one half under a cosine."
@@ -179,6 +181,7 @@ def noise_data(cfg: Config, ctx: Context) -> NoiseData:
     X = ((images.X.float() / images.peak - .3) / .35).flatten(1)
     return NoiseData(X.to(ctx.device), images.y.to(ctx.device))
 
+# %% ../../nbs/experiments/20_noise.ipynb #3fab142e
 def looked_at(cfg: Config, unit: dict[str, Any], steps: int) -> frozenset[int]:
     "The steps after which a training is looked at."
     first = 0 if unit["part"] == "annealed" else steps // 2
@@ -190,6 +193,7 @@ def steps_of(cfg: Config, unit: dict[str, Any]) -> int:
     "Steps in which decay and rate make up the length, within the bounds."
     return int(min(max(cfg.length / (unit["lr"] * unit["decay"]), cfg.least), cfg.most))
 
+# %% ../../nbs/experiments/20_noise.ipynb #b0d2f3f5
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One training with its looks; at the end of an annealed one, the prediction."
     data, steps = noise_data(cfg, ctx), steps_of(cfg, unit)
@@ -234,6 +238,7 @@ def within(seen: pd.Series, predicted: pd.Series, factor: float) -> pd.Series:
     ratio = seen / predicted
     return (ratio <= factor) & (ratio >= 1 / factor)
 
+# %% ../../nbs/experiments/20_noise.ipynb #3c988d59
 def enough_seeds(r: Result) -> bool:
     "Are both parts there, with three seeds?"
     return set(r.df.part) == set(PARTS) and r.df.seed.nunique() >= 3

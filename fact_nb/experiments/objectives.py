@@ -324,6 +324,7 @@ class Line(NamedTuple):
     kind: str # of look
     ends: bool # by itself?
 
+# %% ../../nbs/experiments/18_objectives.ipynb #76bcfc74
 LINES = dict(press=Line("FACT", True), evidence=Line("NFM", True), gcv=Line("other", True),
              phi=Line("sqrt", True), plain=Line("eNFA", False), geometric=Line("AGOP", False),
              nfa=Line("other", False))

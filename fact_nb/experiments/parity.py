@@ -845,6 +845,7 @@ def _fits(cfg: Config, unit: dict[str, Any]) -> float:
     if part == "scan": return len(cfg.ridges) * (cfg.iters + 1)
     return unit["seeds"] * (cfg.later + 1) if part == "later" else 4 * (cfg.need_iters + 1)
 
+# %% ../../nbs/experiments/05_parity.ipynb #d980fae2
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
     d = cfg.need_d if unit["part"] == "need" else cfg.d

@@ -288,6 +288,7 @@ class _Panel(NamedTuple):
     loss: str # its name
     legend: Literal["upper left", "lower right"] # where there is room
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #478a9325
 COLUMNS = dict(
     rfm=_Panel("FACT-RFM", "iteration", "$M$", "squared error", "upper left"),
     mlp=_Panel("network", "step", r"$W^\top W$", "cross-entropy", "lower right"))

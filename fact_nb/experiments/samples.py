@@ -160,6 +160,7 @@ def accuracy_on_test(net: nn.Module, data: Flat) -> float:
     "Accuracy on the test set."
     return score(net, data.X_test, data.Y_test)["accuracy"]
 
+# %% ../../nbs/experiments/21_samples.ipynb #32891122
 def accuracy_without(net: nn.Module, data: Flat, v: Tensor) -> float:
     "Accuracy on the test set when the first layer does not see a direction."
     with without_feature(net, "0", v): return accuracy_on_test(net, data)

@@ -89,6 +89,7 @@ NEAR = .02 # of the largest number of a column
 ROUNDING = 1e-6 # a column below this is rounding
 TIMED = ("seconds",) # columns that are measured times
 
+# %% ../../nbs/lab/15_check.ipynb #9a771952
 def _column(rows: Iterable[Mapping[str, Any]], name: str) -> np.ndarray:
     "A column as numbers; nan where a row has none."
     number = lambda v: float(v) if isinstance(v, (int, float)) else np.nan

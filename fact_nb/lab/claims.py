@@ -43,6 +43,7 @@ class BadLedger(ValueError):
 REQUIRED = ("id", "section", "where", "claim", "criterion")
 OPTIONAL = ("paper", "kind", "thresholds")
 
+# %% ../../nbs/lab/03_claims.ipynb #fd89c29a
 def _complaint(entry: Mapping[str, Any]) -> str: # empty when there is none
     "What is wrong with an entry of the file."
     missing = [k for k in REQUIRED if not entry.get(k)]

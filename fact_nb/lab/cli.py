@@ -32,6 +32,7 @@ from .workers import why_on_cpu
 PRESETS = dict(quick="seconds", cpu="as close to the paper as two cores reach",
                paper="the paper's own settings")
 
+# %% ../../nbs/lab/09_cli.ipynb #d8c4a9c0
 def cmd_list(args: argparse.Namespace) -> None:
     "Experiments, presets, and what is stored."
     store = Store(args.results)
@@ -104,6 +105,7 @@ class Measured(NamedTuple):
     rates: Rates # of it
     host: Rates # of the CPU
 
+# %% ../../nbs/lab/09_cli.ipynb #bbacfc52
 def _measured(name: str) -> Measured: # as in --device
     "Measure a device and the CPU."
     from fact_nb.lab.needs import measure_rates
@@ -338,6 +340,7 @@ class Command(NamedTuple):
     carry_out: Callable[[argparse.Namespace], None] # given the parsed arguments
     help: str # one line
 
+# %% ../../nbs/lab/09_cli.ipynb #90b9426b
 COMMANDS = {"list": Command(cmd_list, "list the experiments and what is stored of each"),
             "run": Command(cmd_run, "run an experiment and judge its claims"),
             "check": Command(cmd_check, "show a claim and run the smallest unit behind it again"),

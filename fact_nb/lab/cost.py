@@ -21,6 +21,7 @@ COST_GROUPS: dict[str, tuple[str, ...]] = dict(
     tables=("tabular",), separation=("separation",), arithmetic=("grokking", "similarity"),
     parity=("parity", "phase_transition"), deep_linear=("deep_linear",), mlps=("depth", "epochs"))
 
+# %% ../../nbs/lab/22_cost.ipynb #8adfeb3a
 def bounds() -> dict[str, float]: # by group
     "The paper's GPU-hours, each an upper bound."
     return dict(LEDGER[COST].thresholds)
@@ -43,6 +44,7 @@ class Spent(NamedTuple):
 def _on_gpu(made: Mapping[str, Any]) -> bool: # provenance of a unit
     return made.get("device", "cpu") != "cpu"
 
+# %% ../../nbs/lab/22_cost.ipynb #399c219b
 def spent(r: Result | None) -> Spent | None: # None: no run for which a GPU was asked
     "GPU-hours of a run, from the provenance of its units."
     made = [u.provenance for u in r.units] if r else []
@@ -86,6 +88,7 @@ def counted(results: Mapping[str, Result | None]) -> list[str]: # experiment/lab
     "The runs that count: a GPU was asked for."
     return [f"{n}/{r.label}" for n, r in results.items() if r is not None and spent(r) is not None]
 
+# %% ../../nbs/lab/22_cost.ipynb #1215f99f
 def _differently(results: Mapping[str, Result | None], lines: Sequence[Line]) -> str:
     "What is not as in the paper, in words; empty when nothing is."
     others = [c for c in _cards(lines) if CARD not in c]
@@ -96,6 +99,7 @@ def _differently(results: Mapping[str, Result | None], lines: Sequence[Line]) ->
             (f"still to run: {', '.join(missing)}", missing)]
     return "; ".join(words for words, there in said if there)
 
+# %% ../../nbs/lab/22_cost.ipynb #4f9b8079
 def _cards(lines: Sequence[Line]) -> tuple[str, ...]:
     "The names of all GPUs."
     return sum((line.spent for line in lines), Spent()).cards

@@ -66,6 +66,7 @@ class Check(NamedTuple):
 # %% ../../nbs/lab/16_doctor.ipynb #4e9a458a
 Computed = Callable[[torch.device, torch.dtype], dict[str, Tensor]] # place, precision → results
 
+# %% ../../nbs/lab/16_doctor.ipynb #fac861d5
 def compare(group: str, # what is compared
             compute: Computed,
             dev: torch.device,
@@ -88,6 +89,7 @@ def _images(dev: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x, y = torch.randn(16, 3, 8, 8, dtype=torch.float64), torch.randn(16, 2).double()
     return x.to(dev, dtype), y.to(dev, dtype)
 
+# %% ../../nbs/lab/16_doctor.ipynb #23415f96
 def _network(make: Callable[[], nn.Module], dev: torch.device, dtype: torch.dtype) -> nn.Module:
     "The same network in any place and precision."
     with seeded(0):
@@ -99,6 +101,7 @@ NETS: dict[str, Callable[[], nn.Module]] = dict(
     mlp=lambda: nn.Sequential(nn.Flatten(), mlp(192, 2, 16, 2)), cnn=lambda: cnn(2, (3, 4), 8))
 MEASURED = ("nfm", "fact", "agop", "enfa", "bnfm", "bfact", "bagop", "benfa")
 
+# %% ../../nbs/lab/16_doctor.ipynb #cfabf5c5
 def _quantities(dev: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     "Every quantity of the first layer of two networks, after some training."
     x, y = _images(dev, dtype)
@@ -119,6 +122,7 @@ def _points(dev: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]: # 2
         x = torch.randn(200, 6, dtype=torch.float64)
     return x.to(dev, dtype), torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin()], 1).to(dev, dtype)
 
+# %% ../../nbs/lab/16_doctor.ipynb #b26d103d
 def _kernel(name: str) -> Kernel:
     "A kernel of this name, with a bandwidth if it takes one."
     made = NAMES[name]()
@@ -181,6 +185,7 @@ class Cost(NamedTuple):
     bytes: float # at once
     on_cpu: float # share of the seconds that are the CPU's
 
+# %% ../../nbs/lab/16_doctor.ipynb #aa0e67f7
 def preset_costs(experiments: dict[str, Experiment], # by name
                  rates: Rates, # of the device
                  host: Rates, # of the CPU

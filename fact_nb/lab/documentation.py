@@ -194,6 +194,7 @@ def _own_classes(cls: type) -> list[type]:
     "A class and those it inherits from, as far as this package wrote them."
     return [c for c in cls.__mro__ if c.__module__.startswith(("fact_nb", "__main__"))]
 
+# %% ../../nbs/lab/20_documentation.ipynb #7ed035bf
 def _signature(obj: Callable) -> inspect.Signature | None:
     "Of a function or a class of this package; None where there is nothing to pass."
     if isinstance(obj, type) and issubclass(obj, (Enum, BaseException)):
@@ -210,6 +211,7 @@ def _signature(obj: Callable) -> inspect.Signature | None:
 _STARS: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*",
                              inspect.Parameter.VAR_KEYWORD: "**"}
 
+# %% ../../nbs/lab/20_documentation.ipynb #f8e1d913
 def _parameters(obj: Callable) -> list[inspect.Parameter]:
     "What is passed, `self` not counted."
     sig = _signature(obj)
@@ -264,6 +266,7 @@ def _table(kind: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) ->
 def _code(text: str) -> str:
     return f"<code>{escape(text)}</code>" if text else ""
 
+# %% ../../nbs/lab/20_documentation.ipynb #0351da5d
 def parameter_table(obj: Callable, # a function or a class
                     v: Vocabulary, # of the page
                    ) -> str:
@@ -359,6 +362,7 @@ def _python(source: str) -> str:
     "A cell without magics and shell lines."
     return re.sub(r"^\s*[%!].*$", "pass", source, flags=re.M)
 
+# %% ../../nbs/lab/20_documentation.ipynb #6be9d127
 def _is_only_imports(source: str) -> bool:
     "Does a cell do nothing but import?"
     body = ast.parse(source).body
@@ -390,6 +394,7 @@ def _constants(source: str) -> list[str]:
     targets = [t for found in by_cell for t in found]
     return [t.id for t in targets if isinstance(t, ast.Name)]
 
+# %% ../../nbs/lab/20_documentation.ipynb #3afc9f66
 def summary_of(source: str, # a cell
               ) -> str: # HTML
     "What stands on the fold of a cell of code."
@@ -504,6 +509,7 @@ def abbreviations(glossary: Path) -> dict[str, str]: # abbreviation → what it 
 _NOT_PROSE = re.compile(r"(```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]+\$|!?\[[^\]]*\]\([^)]*\)|<[^>]+>"
                         r"|^#.*$|\{[^}]*\}|^\|.*$)", re.S | re.M)
 
+# %% ../../nbs/lab/20_documentation.ipynb #a4e3ee62
 def explain_once(text: str, # prose
                  meanings: dict[str, str], # what is still unexplained; a used one is taken out
                 ) -> str:

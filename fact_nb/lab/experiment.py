@@ -48,6 +48,7 @@ def require(ok: bool, # what must be true
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word",
              NoneType: "none"}
 
+# %% ../../nbs/lab/00_experiment.ipynb #afb79473
 def _describe(kind: Any) -> str:
     "A type in words, for an error message."
     args = typing.get_args(kind)
@@ -131,6 +132,7 @@ def check_sizes(cfg: Any) -> None: # a dataclass
 ROWS = r"(need_)?(widths?(_\w+)?|ns?|d)\d?|n_test" # fields that count rows of a matrix
 PAIRS = r"(other_)?p" # the modulus of an addition table
 
+# %% ../../nbs/lab/00_experiment.ipynb #4ffcfdbb
 def least_memory(name: str, # of a field
                  value: int, # of the field
                  columns: int = 4, # of a matrix with so many rows

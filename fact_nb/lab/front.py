@@ -69,6 +69,7 @@ class VerdictBar:
 CANDIDATES = {"FACT": COLOURS["FACT"], "AGOP": COLOURS["AGOP"], "AGOP^½": COLOURS["sqrt"],
               "eNFA": COLOURS["eNFA"]}
 
+# %% ../../nbs/lab/21_front.ipynb #b08d95f2
 def over_training(r: Result, # of the experiment `epochs`
                  ) -> pd.DataFrame: # index (candidate, epoch), a column a layer
     "Mean correlation with WᵀW of each candidate, at every look, on every layer."
@@ -83,6 +84,7 @@ def _height(value: float) -> float:
     "A correlation as a height in the picture; below -.1 nothing is drawn."
     return round(_BOTTOM - (max(value, -.1) + .1) / 1.15 * (_BOTTOM - _TOP), 1)
 
+# %% ../../nbs/lab/21_front.ipynb #1033dcd4
 def _spread(panel: tuple[int, int], share: float) -> float:
     "A place in a panel, from its left (0) to its right (1)."
     return round(panel[0] + share * (panel[1] - panel[0]), 1)
@@ -93,6 +95,7 @@ def _line(points: list[tuple[float, float]], colour: str, extra: str = "") -> st
     text = " ".join(f"{x},{y}" for x, y in points)
     return f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="2" {extra}/>'
 
+# %% ../../nbs/lab/21_front.ipynb #85654d97
 def _axes(layers: list[int], last: int) -> str:
     "Frames, ticks and labels of both panels."
     parts = []
@@ -119,6 +122,7 @@ def _legend() -> str:
                      f'<text x="{x + 28}" y="277">{name}</text>')
     return "".join(parts)
 
+# %% ../../nbs/lab/21_front.ipynb #fc827dee
 def training_svg(table: pd.DataFrame, # of `over_training`
                 ) -> str: # SVG
     "The picture at the end of training."
@@ -198,6 +202,7 @@ def _criterion(row: Mapping[str, Any]) -> str:
     code = "".join(f' <a href="{u}">code</a>' for u in urls)
     return f'<small>Criterion: {escape(row["criterion"])}{code}</small>'
 
+# %% ../../nbs/lab/21_front.ipynb #89ecb002
 def _experiment_links(row: Mapping[str, Any]) -> str:
     "The experiments that decide a claim, linked to their pages."
     names = [n for n in row["experiment"].split(", ") if n]
@@ -223,6 +228,7 @@ def _row(row: Mapping[str, Any]) -> str:
     data = " ".join(f'data-{k}="{escape(str(v), quote=True)}"' for k, v in told.items())
     return f'<tr id="{row["id"]}" {data}>{cells}</tr>'
 
+# %% ../../nbs/lab/21_front.ipynb #9d94a0d6
 def _choice(name: str, values: Iterable[str]) -> str:
     "A menu of the filter."
     options = "".join(f"<option>{escape(v)}</option>" for v in dict.fromkeys(values))

@@ -146,6 +146,7 @@ def score(net: nn.Module, X: Tensor, Y: Tensor) -> dict[str, float]: # loss, acc
 # %% ../../nbs/lab/07_image_networks.ipynb #0d8884e0
 IMAGE_SIZES = dict(mnist=(60_000, 784), cifar10=(50_000, 3072), digits=(1500, 64)) # images, pixels
 
+# %% ../../nbs/lab/07_image_networks.ipynb #6dc60dd1
 def network_work(cfg: Networks,
                  name: str, # of the data set
                  looks: int = 1, # at all quantities
@@ -208,6 +209,7 @@ class RowsByEpoch:
 CANDIDATE_LOOKS = {"FACT": "FACT", "√(FACT·FACTᵀ)": "sqrt", "AGOP": "AGOP", "AGOP^½": "NFM",
                    "eNFA": "eNFA"}
 
+# %% ../../nbs/lab/07_image_networks.ipynb #36a37d67
 def look_of(name: str, # of a candidate, forward or backward
            ) -> dict[str, Any]: # for plt.plot
     "Colour, marker and dash of a candidate."

@@ -39,6 +39,7 @@ class SizeGap(NamedTuple):
     here: float
     paper: float
 
+# %% ../../nbs/lab/13_marks.ipynb #ae3f7f32
 def size_gaps(exp: Experiment,
               config: Mapping[str, Any], # of the run
               units: Iterable[StoredUnit],
@@ -92,6 +93,7 @@ class Marked(NamedTuple):
     verdict: str # holds, holds with a change, differs, not run
     marks: list[Mark]
 
+# %% ../../nbs/lab/13_marks.ipynb #339114e4
 def marked(exp: Experiment, id: str, r: Result, j: Judgement) -> Marked:
     "The verdict of a judge after its marks are known."
     marks = marks_of(exp, id, r, j)

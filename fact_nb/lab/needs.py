@@ -101,6 +101,7 @@ class Rates(NamedTuple):
     step: float # seconds of a small operation
     memory: float # bytes
 
+# %% ../../nbs/lab/19_needs.ipynb #293185a0
 REFERENCE = Rates("cpu", 5e10, 2.2e10, 4e-6, 8e9) # a core of the machine that made the cpu results
 
 # %% ../../nbs/lab/19_needs.ipynb #419fc498
@@ -176,6 +177,7 @@ class Need(NamedTuple):
     bytes: float # held at once
     cpu_only: str = "" # why it computes on the CPU
 
+# %% ../../nbs/lab/19_needs.ipynb #9ba67e88
 def in_time(seconds: float) -> str:
     "A duration in the unit that a person would use."
     if math.isinf(seconds): return "not possible"

@@ -73,6 +73,7 @@ def verdict_class(verdict: str, # in words
     "The name that the stylesheet has for a verdict."
     return {HOLDS: "holds", CHANGED: "changed", DIFFERS: "differs"}.get(verdict, "open")
 
+# %% ../../nbs/lab/06_pages.ipynb #d48b5b2d
 def chip(verdict: str, # in words
         ) -> str: # HTML
     "A verdict as a coloured chip, also where no stylesheet is."

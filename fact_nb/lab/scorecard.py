@@ -155,6 +155,7 @@ def verdict_on(exp: Experiment, # whose judge
 # %% ../../nbs/lab/04_scorecard.ipynb #22e8f262
 WORST = (DIFFERS, CHANGED, HOLDS) # the first of these that a part has is the verdict of the whole
 
+# %% ../../nbs/lab/04_scorecard.ipynb #71b2dcb5
 def _whole_verdict(verdicts: set[str]) -> str:
     "The verdict of a claim from those of its parts: all must be there."
     for open_question in (NOT_RUN, TOO_SMALL):

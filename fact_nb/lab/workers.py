@@ -405,6 +405,7 @@ def _all_made(plan: WorkPlan, jobs: list[Job], workers: Workers) -> Iterator[Mad
 ELSEWHERE = "choose another folder with --results or FACT_RESULTS"
 AGAIN = "all units are stored; make room and run it again with --resume"
 
+# %% ../../nbs/lab/01_workers.ipynb #f36c2366
 @contextmanager
 def _writing(root: Path, advice: str) -> Iterator[None]:
     "Turn an error of the file system into a UsageError."

@@ -84,6 +84,7 @@ def first_best(found: list[Choice], # in the order of the search
 # rows from which the factor is the library's own: in the lower triangle, from K in the upper one
 BLOCKED = 8000
 
+# %% ../../nbs/machines/09_batched.ipynb #5ea7d695
 def factor_(K: Tensor, # n × n; one triangle becomes the factor, the other stays
             lower: bool, # which
            ) -> None:

@@ -101,6 +101,7 @@ class Point(NamedTuple):
     bandwidth: float | None # L
     ridge: float # nλ
 
+# %% ../../nbs/machines/15_cross_validation.ipynb #55c9f99a
 def points_of(search: _Searched, # gives bandwidths and ridges
              ) -> list[Point]:
     "The grid, in the order that breaks ties."
@@ -114,6 +115,7 @@ class TrainRows(NamedTuple):
     rows: np.ndarray # that a machine learns from
     held: np.ndarray # that it is judged on
 
+# %% ../../nbs/machines/15_cross_validation.ipynb #7bc328fb
 def folds_of(search: _Searched, # gives the number or kind of folds
              X: Any, # n × d
              y: np.ndarray, # n or n × c

@@ -211,6 +211,7 @@ def _names(est: _Machine) -> list[str]:
     given = getattr(est, "feature_names_in_", None)
     return [f"x{i}" for i in range(est.n_features_in_)] if given is None else list(given)
 
+# %% ../../nbs/machines/00_estimators.ipynb #d67cb211
 def _positions(est: _Machine) -> list[int]:
     "The columns that `categorical` names."
     if est.categorical is None: return []
@@ -239,6 +240,7 @@ def _as_frame(X: Any) -> pd.DataFrame | None: # None: there is nothing but numbe
         return pd.DataFrame(np.asarray(X, dtype=object)).infer_objects() if _even(X) else None
     return None
 
+# %% ../../nbs/machines/00_estimators.ipynb #dd10d654
 def _even(X: Any) -> bool:
     "Do all rows have the same length?"
     return np.asarray(X, dtype=object).ndim == 2
@@ -409,6 +411,7 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray)): return value.tolist()
     raise TypeError(f"{type(value).__name__} is not plain data")
 
+# %% ../../nbs/machines/00_estimators.ipynb #7f15d282
 def _meta(est: "_Saved", labels: np.ndarray) -> np.ndarray: # bytes of JSON
     "All that is not an array, as text."
     params = est.get_params(deep=False) | dict(kernel=_kernel_to_json(est.kernel))

@@ -21,6 +21,7 @@ from .threads import spread
 # C with its upper triangle filled, or a function that makes C[i:e, i:]
 Coefs = Tensor | Callable[[int, int], Tensor]
 
+# %% ../../nbs/machines/03_gradients.ipynb #1f947596
 def coef_strip(C: Coefs, # the matrix, or what makes its strips
                i: int, # first row
                e: int, # one past the last

@@ -256,6 +256,7 @@ def _has_bandwidth(kernel: Kernel) -> bool:
     "Is there a field for it?"
     return "bandwidth" in getattr(kernel, "__dataclass_fields__", {})
 
+# %% ../../nbs/machines/02_kernels.ipynb #ed5c1098
 def lacks_bandwidth(kernel: Kernel, # any
                    ) -> bool:
     "Does the kernel wait for a bandwidth?"

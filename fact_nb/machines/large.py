@@ -102,6 +102,7 @@ def suits_large(m: RFM, # its settings decide
     asked = special or m.holdout is not None or m.selection.needs_matrix
     return len(X) > LARGE_FROM and m.solver == "auto" and X.device.type == "cpu" and not asked
 
+# %% ../../nbs/machines/10_large.ipynb #94f0cd75
 def large_settings(m: RFM, # a machine as it was set up
                   ) -> LargeSettings:
     "The settings of a machine, for many rows; a ridge that was given is kept."
@@ -214,12 +215,14 @@ def right_side(X: Tensor, # rows of a block
     "What a block adds to K_mn Y; vectors lie, since products with a few standing ones are slow."
     return (Y.T @ c.against(X)).double()
 
+# %% ../../nbs/machines/10_large.ipynb #df8afbdf
 def times_gram(V: Tensor, # c × k
                K: Tensor, # rows × k
               ) -> Tensor: # c × k
     "V KᵀK."
     return ((V @ K.T) @ K).double()
 
+# %% ../../nbs/machines/10_large.ipynb #188c8e82
 def gram_times(X: Tensor, # rows of a block
                Y: Tensor, # their targets, which do not matter here
                c: Centres, # the centres
@@ -234,6 +237,7 @@ def block_rows(k: int, # centres
     "Rows of a block against k centres."
     return max(128, 2**25 // k)
 
+# %% ../../nbs/machines/10_large.ipynb #d60cc67a
 def kept_dtype(K: Tensor, # float32 or float64
                kernel: Kernel, # its kernel
               ) -> torch.dtype:
@@ -474,6 +478,7 @@ def _best_metric(run: LargeRun) -> dict[str, Any]: # t and M
     st["history"] += [dict(step="metric", t=f["t"], error=f["error"]) for f in found]
     return min(found, key=lambda f: f["error"])
 
+# %% ../../nbs/machines/10_large.ipynb #ddb7f6b5
 def _choose_large(run: LargeRun) -> None:
     "The metric, and the ridge."
     st, s = run.state, run.settings
@@ -530,6 +535,7 @@ def _base(run: LargeRun) -> Predictor:
     c = run.centres(run.state["chosen"]["M"], run.k)
     return Predictor(c.kernel, c.Z, c.W, run.state["B"])
 
+# %% ../../nbs/machines/10_large.ipynb #df14bd2d
 def _conclude_large(run: LargeRun, judged: Any, predictor: Any) -> LargeFit:
     "The fit, and a sentence about it."
     chosen, n = run.state["chosen"], len(run.rows)
@@ -625,6 +631,7 @@ def leaf_size(n: int, # rows
     "Most rows of a leaf."
     return s.leaf or max(4000, int((2.2e12 / n)**.5))
 
+# %% ../../nbs/machines/10_large.ipynb #3f7e334d
 def leaf_predictors(base: Predictor, # a predictor for all rows
                     X: Tensor, # rows of the leaf
                     Y: Tensor, # their targets
@@ -771,12 +778,14 @@ def as_float(a: Any, # array of numbers
     "An array as a float32 tensor in memory of its own: products round by how memory is aligned."
     return torch.from_numpy(np.ascontiguousarray(a, dtype=np.float32)).clone()
 
+# %% ../../nbs/machines/10_large.ipynb #1dd7d82c
 def unshared(m: Any, # a tensor, `Centres`, or anything else, which stays as it is
             ) -> Any:
     "Tensors that came with a message, in memory of their own."
     if isinstance(m, Tensor): return m.clone()
     return replace(m, W=m.W.clone(), Z=m.Z.clone()) if isinstance(m, Centres) else m
 
+# %% ../../nbs/machines/10_large.ipynb #fc31ee05
 @torch.no_grad()
 @one_core_each()
 def chunk_total(x: Any, # rows of a chunk
@@ -798,6 +807,7 @@ def is_dask(X: Any, # anything
     "A dask array or dataframe?"
     return type(X).__module__.partition(".")[0].startswith("dask")
 
+# %% ../../nbs/machines/10_large.ipynb #77d8bdbb
 def dask_rows(X: Any, # dask array or dataframe, n × d
               y: Any, # the same, n or n × c
              ) -> DaskRows:

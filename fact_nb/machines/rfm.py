@@ -305,6 +305,7 @@ def _core(fit: Fit, of_agop: bool) -> Tensor: # d × d
     "T or S of a fit, from the stored coefficients if they are its own."
     return _with_room(fit.settings, fit.problem, lambda: _core_now(fit, of_agop))
 
+# %% ../../nbs/machines/01_rfm.ipynb #41eb26e0
 def _core_now(fit: Fit, of_agop: bool) -> Tensor: # d × d
     "The same with the memory as it is."
     p, radial = fit.problem, fit.settings.kernel.radial
@@ -395,6 +396,7 @@ def _at_an_end(plan: SolverPlan, s: Settings, p: Problem) -> bool:
     tied = s.solver != "auto" or p.w is not None or s.selection.needs_matrix
     return tied or s.ridge == 0
 
+# %% ../../nbs/machines/01_rfm.ipynb #869a79b4
 def _next_plan(plan: SolverPlan, s: Settings, p: Problem) -> tuple[SolverPlan, str]:
     "What to try then, and in words."
     if plan.refine: return replace(plan, refine=False), "with a factor in float64 alone"

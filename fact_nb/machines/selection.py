@@ -32,6 +32,7 @@ def share_of(yes: Tensor, # booleans
 # %% ../../nbs/machines/08_selection.ipynb #f14b2edd
 ErrorMetric = str | Callable[[Tensor, Tensor], float] # "mse", "error", or f(prediction, y)
 
+# %% ../../nbs/machines/08_selection.ipynb #d7438d0e
 def error_of(metric: ErrorMetric, # "mse", "error", or f(prediction, y)
              F: Tensor, # n × c predictions
              Y: Tensor, # n × c targets; one column counts as ±1 or 0/1 labels
@@ -371,6 +372,7 @@ class ByEvidence(Selection):
 SELECTIONS: dict[str, type[Selection]] = dict(best=Best, last=Last, loo=LeaveOneOut,
                                               evidence=ByEvidence)
 
+# %% ../../nbs/machines/08_selection.ipynb #c816d0df
 def selection_rule(keep: "str | Selection", # one of SELECTIONS, or the selection itself
                   ) -> Selection:
     "The selection of this name; a selection comes back as it is."

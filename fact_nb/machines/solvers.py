@@ -291,6 +291,7 @@ def _directly(kernel: Kernel, X: Tensor, y: Tensor, ridges: list[float], M, meth
     K = kernel(X, None, M, out=out, mirror=False)
     return solve_grid(K, y, ridges, method if method in ("cholesky", "eigh") else "auto", refine)
 
+# %% ../../nbs/machines/07_solvers.ipynb #a18c305c
 def _if_there_is_room(solve: Callable[[], list[Solution]], method: str,
                       ridges: list[float]) -> list[Solution] | None: # None: there is not
     "The answer, or None where memory runs out and another way is left."

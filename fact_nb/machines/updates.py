@@ -202,6 +202,7 @@ def metric_of(W: Tensor, # k × d or d
     "M = WᵀW."
     return W * W if W.ndim == 1 else W.T @ W
 
+# %% ../../nbs/machines/04_updates.ipynb #d5289125
 def root_of(M: Tensor, # d × d or d
            ) -> Tensor: # d × d, or d
     "W = M^½; what rounding left below zero counts as zero."
@@ -385,6 +386,7 @@ def pack_point(W: Tensor, # d × d or d
     "W and log ρ in one vector."
     return torch.cat([W.flatten(), W.new_full((1,), math.log(max(ridge, 1e-4)))])
 
+# %% ../../nbs/machines/04_updates.ipynb #316be3db
 def unpack_point(z: Tensor, # from `pack_point`
                  diagonal: bool, # is W a vector?
                 ) -> tuple[Tensor, float]: # W, ρ

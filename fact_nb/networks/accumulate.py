@@ -51,6 +51,7 @@ class Options:
 _CHOICES = dict(mode=("eval", "train", "keep"), agop=("auto", "exact", "sketch"),
                 embedding=("left", "both"), keep=("matrices", "summary"))
 
+# %% ../../nbs/networks/04_accumulate.ipynb #3be088a2
 def _check(options: Options) -> None:
     "Raise on an option that cannot be meant."
     for key, allowed in _CHOICES.items():
@@ -343,6 +344,7 @@ def _add_gradient(run: Measurement, # whose sums grow
     settle(run, slot)
     run.sum(slot, p.shape, p).add_(G, alpha=w)
 
+# %% ../../nbs/networks/04_accumulate.ipynb #506fb7f8
 def settle(run: Measurement, # whose sums grow
            slot: Slot, # of a gradient
           ) -> None:
@@ -359,6 +361,7 @@ def _value(run: Measurement, got: Answer) -> Tensor:
     raise ValueError("no loss_fn was given and the model returns no .loss: pass loss_fn, "
                      "or put the labels into the batches")
 
+# %% ../../nbs/networks/04_accumulate.ipynb #1a7e7adb
 def _loss(run: Measurement, got: Answer, i: int) -> Tensor:
     "The loss of batch i, checked."
     L = _value(run, got)
@@ -649,6 +652,7 @@ def _fields(p: Part) -> tuple:
     weight = None if p.weight is None else p.weight.cpu()
     return p.use, p.kind, p.low, p.high, p.spot, p.stack, weight
 
+# %% ../../nbs/networks/04_accumulate.ipynb #38c54a80
 def _message(run: Measurement, error: Exception | None) -> _Message:
     "What this process tells the others; weights stay where they are."
     seen = run.seen

@@ -131,6 +131,7 @@ COUNTED: dict[str, Callable[[Any, Any], float]] = {
     "shifted labels": lambda f, y: _count(y[:, 1:]),
     "samples": lambda f, y: float(len(y if f is None else f))}
 
+# %% ../../nbs/networks/16_batches.ipynb #5f5c0ee5
 def _has_words(y: object) -> bool:
     "Whether a target may be words of several positions."
     return isinstance(y, Tensor) and not y.is_floating_point() and y.ndim > 1
@@ -143,6 +144,7 @@ def _words_loss(f: Tensor, y: Tensor, shift: bool) -> Tensor:
     return F.cross_entropy(f.flatten(0, 1).float() if f.dtype.itemsize < 4 else f.flatten(0, 1),
                            y.flatten())
 
+# %% ../../nbs/networks/16_batches.ipynb #be86e80b
 def by_words(f: Tensor, # samples × positions × words
              y: Tensor, # samples × positions
              how: str, # a key of `COUNTED`
@@ -160,6 +162,7 @@ def close(a: float, # one loss
     tolerance = 2e-2 if like.dtype.itemsize < 4 else 1e-4
     return abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-12)
 
+# %% ../../nbs/networks/16_batches.ipynb #1a5ee83c
 def recognised(f: Tensor | None, # output
                y: object, # target
                loss: float, # of the whole batch

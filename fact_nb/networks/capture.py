@@ -192,6 +192,7 @@ def _rows_of(h: Tensor) -> Inputs: # … × d
     "The rows of a tensor, the same for every matrix."
     return lambda k: iter([h.reshape(-1, h.shape[-1])])
 
+# %% ../../nbs/networks/03_capture.ipynb #754d979e
 def _rows_along(h: Tensor, z: Tensor) -> Inputs: # … × d; … × matrices × rows × d'
     "The rows that each matrix of a stack receives."
     whole = h.expand(*z.shape[:-1], h.shape[-1]).movedim(-3, 0)
@@ -220,12 +221,14 @@ def _each(t: Any, n: int) -> list[int]:
     "A number or numbers for each of n axes."
     return [t] * n if isinstance(t, int) else (list(t) * n)[:n]
 
+# %% ../../nbs/networks/03_capture.ipynb #bada39ec
 def _padding(padding: Any, spans: list[int]) -> list[tuple[int, int]]: # before and behind, by axis
     "How much is added at both ends of each axis."
     if padding == "valid": return [(0, 0) for _ in spans]
     if padding == "same": return [(s // 2, s - s // 2) for s in spans]
     return [(p, p) for p in _each(padding, len(spans))]
 
+# %% ../../nbs/networks/03_capture.ipynb #359edccc
 def _read_conv(cap: "Capture", args: tuple, kwargs: dict, z: Tensor) -> Multiplication:
     "conv(h, W), in one, two or three dimensions."
     w = _argument(args, kwargs, 1, "weight")
@@ -426,6 +429,7 @@ def _constant(cap: Capture, t: object) -> bool:
 _COPIES = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type,
            Tensor.contiguous, Tensor.clone, Tensor.type_as}
 
+# %% ../../nbs/networks/03_capture.ipynb #9386e2ae
 def _note_made(cap: Capture, func: Callable, args: tuple, kwargs: dict, out: Tensor) -> None:
     "Remember a tensor that was computed from weights and constants alone."
     given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
@@ -552,6 +556,7 @@ def _tell_inputs(cap: Capture, product: Multiplication, parts: list[Part]) -> No
             k = p.low * product.blocks // outputs if product.stack is None else p.stack
             cap.on_input(p, product.inputs(k))
 
+# %% ../../nbs/networks/03_capture.ipynb #e2d007e8
 def _note_product(self: Capture, product: Multiplication, z: Tensor) -> Tensor:
     "Note one product; returns z, with a history if it had none."
     parts = _parts(self, product)

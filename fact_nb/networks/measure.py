@@ -176,6 +176,7 @@ def _bare_name(name: str) -> str:
     "The name of a parameter without those of wrappers."
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
+# %% ../../nbs/networks/00_measure.ipynb #10f2a65e
 def _check_started(run: Measurement, start: Mapping | None) -> None:
     "Raise when the change is asked for and the start is not known."
     asked = [q for q in run.want if QUANTITIES[q].change]
@@ -303,6 +304,7 @@ class _Copies:
 _CAUSES = {Source.LOSSES: "network's loss", Source.OUTPUTS: "network's output",
            Source.INPUTS: "sum over inputs"}
 
+# %% ../../nbs/networks/00_measure.ipynb #8ddcf535
 def _use(run: Measurement, part: Part, name: str, P: Tensor, D: Tensor | None) -> Use:
     "AGOP and eNFA of one use, from the sums; P holds the parameter's values, D their change."
     x, fixed = part.matrix, part.weight is None
@@ -368,6 +370,7 @@ def _made_on(side: Side) -> list[str]:
     "Names of the quantities made from output gradients on a side."
     return [q.name for q in QUANTITIES.values() if (q.source, q.side) == (Source.OUTPUTS, side)]
 
+# %% ../../nbs/networks/00_measure.ipynb #64beba24
 def _some_exist(use: Use, side: Side) -> bool:
     "Whether some quantity made from output gradients exists on a side."
     return any(name not in use.missing for name in _made_on(side))
@@ -386,6 +389,7 @@ def _is_slice(part: Part, x: Matrix) -> bool:
     alike = prod(part.shape) == step and part.place.offset % step == 0
     return part.weight is None and x.param.ndim > 2 and alike
 
+# %% ../../nbs/networks/00_measure.ipynb #2b84f509
 def _stacked(x: Matrix, parts: list[Part]) -> Iterator[_Entry]:
     "One entry for each matrix of a stack."
     step, first = prod(x.param.shape[1:]), parts[0].place
@@ -417,11 +421,13 @@ def _gradient(run: Measurement, x: Matrix) -> Tensor | None:
     settle(run, slot)
     return run.sums.get(slot) if needs_gradient(run, x) else None
 
+# %% ../../nbs/networks/00_measure.ipynb #f896ab65
 def _has_gradient(run: Measurement, x: Matrix) -> bool:
     "Whether there is one."
     slot = gradient_slot(run, x)
     return needs_gradient(run, x) and (slot in run.sums or slot in run.first)
 
+# %% ../../nbs/networks/00_measure.ipynb #3d945cdf
 def _trace_error(run: Measurement, e: _Entry) -> float:
     "Standard error of tr FACT / tr WᵀW, from its values on single batches."
     return run.spread(gradient_slot(run, e.owner))

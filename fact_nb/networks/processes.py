@@ -102,6 +102,7 @@ def _rest_hooks(model: nn.Module) -> list[tuple[dict, dict]]: # a table of hooks
                 del table[k]
     return kept
 
+# %% ../../nbs/networks/15_processes.ipynb #86ad1481
 def _is_distributed(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
 
@@ -170,6 +171,7 @@ def _absent(store: dist.Store, ranks: range, until: float) -> list[int]:
 # %% ../../nbs/networks/15_processes.ipynb #15d3edb7
 _ADVICE = "call it in every process (not under `if rank == 0:`), or pass distributed=False"
 
+# %% ../../nbs/networks/15_processes.ipynb #3725fead
 def meet(patience: float | None = None, # seconds; None for PATIENCE
         ) -> None:
     "Return when every process is here; raise when one does not come."

@@ -147,6 +147,7 @@ class Moments(NamedTuple):
     square: float # ‖A‖²
     total: float # the sum of its entries
 
+# %% ../../nbs/networks/01_quantities.ipynb #47d3c049
 def _dot(A: Tensor, B: Tensor) -> float:
     "⟨A, B⟩, added up in float64 where the device has it."
     return float((A * B).sum(dtype=dtype_for(A.device)))
@@ -170,6 +171,7 @@ def _total(A: Tensor) -> float:
     "The sum of the entries of a matrix."
     return float(A.sum(dtype=dtype_for(A.device)))
 
+# %% ../../nbs/networks/01_quantities.ipynb #14e04d0e
 def _where_not_zero(V: Tensor, H: Tensor) -> tuple[Tensor, Tensor]: # k × m each, or fewer columns
     "The columns in which H is not zero, when they are less than half: only they enter products."
     if H.shape[1] < 4096: return V, H
@@ -318,6 +320,7 @@ def _slim_power(T: Tensor, Q: Tensor, power: float) -> Tensor:
     A = T @ Q
     return psd_power((A + A.T) / 2, power, negative="clip")
 
+# %% ../../nbs/networks/01_quantities.ipynb #4981bc22
 def form_moments(g: Grams, # products of the weight
                  S: Tensor, # k × k, in the basis of `Grams`
                 ) -> Moments:
@@ -343,6 +346,7 @@ def _krylov(K: Tensor, # symmetric p.s.d.
         images.append(K @ basis[-1])
     return torch.cat(basis, 1), torch.cat(images, 1)
 
+# %% ../../nbs/networks/01_quantities.ipynb #e8f45d00
 def top_eigenvalues(K: Tensor, # symmetric p.s.d.
                     k: int = 4, # how many
                     steps: int = 14, # products with K
@@ -552,6 +556,7 @@ def wanted(quantities: Iterable[str] | None, # names; by default the paper's
     if wrong: raise ValueError(f"unknown quantities {wrong}: choose from {known}")
     return names
 
+# %% ../../nbs/networks/01_quantities.ipynb #244be86c
 def _is_usual(q: Quantity, started: bool) -> bool:
     "Whether a quantity is measured when nobody names quantities."
     return q.usual or (q.change and started)
@@ -583,6 +588,7 @@ def pair_label(q: Quantity, # the one that has the column
     "The column in which two quantities are compared, neither of them the NFM."
     return f"{q.label}~{other.label}"
 
+# %% ../../nbs/networks/01_quantities.ipynb #f2a02fa3
 def _columns_of(q: Quantity, power: float) -> Iterator[Column]:
     "The columns of one quantity: itself, its relative error, its other forms."
     yield Column(q.label, q.family, followed=True)
@@ -617,6 +623,7 @@ def _few_columns(q: Quantity, power: float, symmetrise: bool) -> Iterator[str]:
         yield f"r({q.label})"
     yield from (pair_label(q, QUANTITIES[other]) for other in q.against)
 
+# %% ../../nbs/networks/01_quantities.ipynb #db4aa679
 def narrow_columns(side: Side, # of which side
                    power: float = .5, # exponent of AGOP
                    symmetrise: bool = True, # whether forms were computed

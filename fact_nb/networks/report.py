@@ -41,6 +41,7 @@ class Outer(NamedTuple):
 # %% ../../nbs/networks/06_report.ipynb #265b9b02
 _OF_WEIGHT = (Source.GRADIENT, Source.STEP) # belong to the weight as a whole, not to a use
 
+# %% ../../nbs/networks/06_report.ipynb #18f31b6c
 @dataclass(repr=False)
 class Use:
     "AGOP, eNFA and the like at one place where a weight matrix is used: `use.agop`."
@@ -91,6 +92,7 @@ def _base(use: Use, q: Quantity) -> Tensor: # d' × d
     "What stands in the place of W in the formula of a quantity."
     return use.change if q.change and use.change is not None else use.W
 
+# %% ../../nbs/networks/06_report.ipynb #2e116535
 def _added_up(use: Use, q: Quantity) -> Tensor:
     "What a quantity of one use is formed from: W, its change, or the average on its side."
     if q.source in (Source.WEIGHT, Source.CHANGE): return _base(use, q)
@@ -197,6 +199,7 @@ def spectra_of(layer: Layer, # with its tensors, or with its summary
     out |= {f"λ{i + 1}": v for i, v in enumerate(top)} | {"λ ±": error}
     return out | _of_fact(layer, g)
 
+# %% ../../nbs/networks/06_report.ipynb #99d24766
 def _fact_numbers(layer: Layer) -> dict[str, float]:
     "Those of FACT, without the eigenvalues; none when there is no gradient."
     if layer.numbers: return layer.numbers["spectra"]
@@ -205,6 +208,7 @@ def _fact_numbers(layer: Layer) -> dict[str, float]:
 # %% ../../nbs/networks/06_report.ipynb #5297f40f
 SIMILARITY: dict[str, Callable[[Tensor, Tensor], float]] = dict(pearson=pearson, cosine=cosine)
 
+# %% ../../nbs/networks/06_report.ipynb #dca781de
 class _Look(NamedTuple):
     "How a table is made."
     similarity: str # "pearson" or "cosine"
@@ -229,11 +233,13 @@ class ComparedPair(NamedTuple):
         "Their similarity."
         return quantities.similarity_from(kind, self.a, self.own, self.entries)
 
+# %% ../../nbs/networks/06_report.ipynb #d5f07ebb
 def _by_matrices(N: Tensor, A: Tensor) -> ComparedPair:
     "The same from two matrices."
     moments = lambda X: Moments(_inner(N, X), _inner(X, X), _inner(X, torch.ones_like(X)))
     return ComparedPair(moments(A), moments(N), float(A.numel()))
 
+# %% ../../nbs/networks/06_report.ipynb #aa45f6d4
 def _inner(A: Tensor, B: Tensor) -> float:
     "⟨A, B⟩ in float64."
     wide = dtype_for(A.device)
@@ -245,11 +251,13 @@ def _outer(use: Use, source: Source, side: Side) -> Tensor | None:
     owner = use.uses.get(use.name) if isinstance(use, Layer) else use
     return owner.outers.get(Outer(source, side)) if owner else None
 
+# %% ../../nbs/networks/06_report.ipynb #3cf58148
 def _left_outer(use: Use, q: Quantity) -> Tensor | None:
     "The averaged outer product at the output, from which a quantity is made."
     if q.factor is None or q.name in use.held: return None
     return _outer(use, q.source, Side.LEFT)
 
+# %% ../../nbs/networks/06_report.ipynb #1fdf9200
 def _moments(use: Use, q: Quantity, g: Grams) -> Moments | None:
     "Moments of a quantity beside its NFM, on the smaller side; None where they are not known."
     if q.factor is None or q.name in use.held: return None
@@ -262,6 +270,7 @@ def _moments(use: Use, q: Quantity, g: Grams) -> Moments | None:
     B = _left_outer(use, q)
     return None if B is None else quantities.outer_moments(g, B, q.side)
 
+# %% ../../nbs/networks/06_report.ipynb #6777f4f4
 def _plain(use: Use, q: Quantity, g: Grams) -> ComparedPair | None:
     "A quantity beside its NFM on the smaller side; None where that is not known."
     a = None if target(q.side, q.change).name in use.held else _moments(use, q, g)
@@ -307,6 +316,7 @@ def _quantity(use: Use, q: Quantity, g: Grams, look: _Look) -> dict[str, Compare
             found[name] = plain if form.slim is None else _form(use, q, form, g, look.power)
     return found
 
+# %% ../../nbs/networks/06_report.ipynb #33ebb975
 def _error(use: Use, q: Quantity, g: Grams) -> float:
     "The relative error of an equality."
     if q.factor is None or {q.name, target(q.side).name} & use.held.keys():
@@ -336,6 +346,7 @@ def _rows_by_kind(use: Use, # a layer or one use of it
             row["residual"] = residual
     return rows
 
+# %% ../../nbs/networks/06_report.ipynb #93fe6012
 def _row(use: Use, look: _Look) -> dict[str, float]:
     "One row of a table."
     return _rows_by_kind(use, look, [look.similarity], Grams(use.W))[look.similarity]
@@ -437,6 +448,7 @@ def _kept_row(layer: Layer, look: _Look) -> dict[str, float]:
     "A row of a layer of which only the summary was kept."
     return layer.numbers[look.similarity] if layer.numbers else _row(layer, look)
 
+# %% ../../nbs/networks/06_report.ipynb #a9fd0dc1
 def _rows(rep: Report, look: _Look) -> dict[str, dict[str, float]]:
     "A row for each layer, and for each use of a weight that is tied."
     rows = {}
@@ -496,6 +508,7 @@ _ALIGNMENTS = {
     "WWᵀ ~ ggᵀ": "beNFA", "WWᵀ ~ zzᵀ": "E[zzᵀ]", "zzᵀ ~ ggᵀ": "E[zzᵀ]~beNFA",
     "NFC": "AGOP", "centred NFC": "cAGOP"}
 
+# %% ../../nbs/networks/06_report.ipynb #23aed905
 def _alignments(rep: Report, similarity: str) -> pd.DataFrame:
     "Columns of the wide table under the names of the works that use them."
     frame = _table(rep, similarity, wide=True, symmetrise=False)
@@ -508,6 +521,7 @@ def verdict(layer: Layer, # of a report
     "Whether FACT holds in a layer, in a word or two."
     return _verdict(layer, _fact_numbers(layer))
 
+# %% ../../nbs/networks/06_report.ipynb #b3d5e405
 def _verdict(layer: Layer, s: dict[str, float]) -> str:
     "The same, from its numbers."
     if layer.frozen: return "frozen"
@@ -540,6 +554,7 @@ _MEANING = {
     "no weight decay": "FACT divides by it; AGOP and eNFA exist",
     "not measured": "FACT was not asked for, or no gradient arrives"}
 
+# %% ../../nbs/networks/06_report.ipynb #b6b6cf1a
 def _names(names: list[str], most: int = 4) -> str:
     "A few names, and how many more there are."
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -79,6 +79,7 @@ def untouched(model: nn.Module, # left as it was found: modes and buffers
 _TWO_DEVICES = ("same device|expected device|different device|but expected|"
                 "should be the same")
 
+# %% ../../nbs/networks/05_side_effects.ipynb #bde83a87
 @contextmanager
 def explained(model: nn.Module, # whose device the sentence names
              ) -> Iterator[None]:

@@ -157,6 +157,7 @@ def _refusal(m: nn.Module, w: Tensor) -> Missing | None:
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Upward = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
+# %% ../../nbs/networks/02_weights.ipynb #02d54527
 def _of_conv(name: str, m: Convolution | Upward, path: str) -> Iterator[Matrix]:
     "One matrix per group of a convolution, in either direction."
     up = isinstance(m, Upward)
