@@ -21,8 +21,8 @@ from typing import Any, Callable, Iterable, Mapping, NamedTuple, NoReturn, Seque
 
 import fact_nb
 from .claims import LEDGER
-from .experiment import Experiment, UsageError, catalogue, find, module_of, registry
-from .experiment import require
+from .experiment import Experiment, UsageError, catalogue, collector_off, find
+from .experiment import module_of, registry, require
 from .store import Result, Store, name_of_device, ready, repository_results, results_dir
 from .needs import Need, Rates, in_time, in_words
 from .workers import Workers, WorkPlan, carry_out, device_for, is_memory_error, plan_run
@@ -221,6 +221,7 @@ def _check_page(out: str) -> None:
     require(not Path(out).is_dir(), refuse("it is a folder"))
 
 # %% ../../nbs/lab/09_cli.ipynb #fc4b0db1
+@collector_off()
 def cmd_report(args: argparse.Namespace) -> None:
     "Print the scorecard and write the report."
     check_results(args.results)
