@@ -280,7 +280,7 @@ def judge_parities(r: Result) -> Judgement | None:
     if len(g) < 10: return None
     return judge(bool((g.gap >= -threshold("objectives-parities", "loss")).all()),
                  f"{len(g)} runs: accuracy at least {g[OURS].min():.3f}, gap at least "
-                 f"{g.gap.min():+.3f}")
+                 f"{g.gap.min():+.3f}", estimates=(mean_estimate("ours − best", g.gap),))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0044
 def judge_criterion(r: Result) -> Judgement | None:

@@ -110,7 +110,7 @@ class Gcv(MetricCriterion):
 @dataclass
 class Course:
     "The rows, the criterion and the ridge of a descent."
-    objective: MetricCriterion
+    objective: MetricCriterion # what shall fall
     kernel: Kernel # with its bandwidth set
     X: Tensor # n × d
     Y: Tensor # n × c
@@ -183,11 +183,11 @@ def go_down(c: Course, # what to lower
 class Rung(NamedTuple):
     "Where the descent at one ridge has ended."
     W: Tensor # d × d or d
-    ridge: float
+    ridge: float # ρ, the same all the way down
     value: float # the criterion
     evidence: float # F of the evidence
     unexplained: float # leave-one-out: the share of the targets' mean square
-    steps: int
+    steps: int # that were taken
 
 # %% ../../nbs/machines/17_objectives.ipynb #ob0032
 def rung_end(c: Course, # what to lower
