@@ -341,7 +341,7 @@ figures = dict(collapse=Figure(
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine: small operations one after the other."
     looks = cfg.looks if unit["part"] == "annealed" else cfg.snapshots
-    return Work(steps=60. * steps_of(cfg, unit) + 300. * looks + 150. * cfg.samples)
+    return Work(steps=130. * steps_of(cfg, unit) + 300. * looks + 150. * cfg.samples)
 
 # %% ../../nbs/experiments/20_noise.ipynb #64ed7302
 experiment = Experiment(

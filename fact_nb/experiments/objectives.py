@@ -80,7 +80,7 @@ class Config(Sums):
 presets = dict(
     quick=Config(p=17, fractions=(.6,), other_fractions=(), long_fractions=(), seeds=1, iters=60,
                  phi_iters=30, parities=(2,), d2=20, n=200, max_n=200, stand_in=True),
-    cpu=Config(other_fractions=(.3, .4), other_seeds=3, long_fractions=(.5,)),
+    cpu=Config(),
     paper=Config(long_seeds=5, d3=50, n=5000, max_n=1100))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0016
