@@ -42,8 +42,8 @@ class Sums:
     other_p: int = 61 # a second modulus
     other_fractions: tuple[float, ...] = in_grid((.3, .4, .5)) # parts of its pairs
     other_seeds: int = in_grid(5) # its seeds
-    long_fractions: tuple[float, ...] = in_grid((.6, .7)) # further parts, with fewer seeds
-    long_seeds: int = in_grid(1) # their seeds
+    long_fractions: tuple[float, ...] = in_grid((.6, .7)) # further parts, run last
+    long_seeds: int = in_grid(5) # their seeds
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0012
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ presets = dict(
     quick=Config(p=17, fractions=(.6,), other_fractions=(), long_fractions=(), seeds=1, iters=60,
                  phi_iters=30, parities=(2,), d2=20, n=200, max_n=200, stand_in=True),
     cpu=Config(),
-    paper=Config(long_seeds=5, d3=50, n=5000, max_n=1100))
+    paper=Config(d3=50, n=5000, max_n=1100))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0016
 CRITERIA: dict[str, MetricCriterion | None] = dict(press=Press(), evidence=LogEvidence(), gcv=Gcv(),
