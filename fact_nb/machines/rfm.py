@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..arguments import check_number, unframed
 from ..files import fingerprint, load_state, save_state
-from .direct import Solution, solve
+from .direct import Solution, solve, sym_matmul
 from .gradients import Coefs, agop_core, centred, kernel_coefficients, fact_core
 from .kernels import Kernel, Laplace, as_points, evaluate_pairs, evaluate_both
 from .kernels import lacks_bandwidth, median_bandwidth, pairs
@@ -480,18 +480,24 @@ def first_state(s: Settings, # is M a vector?
     M = torch.ones(X.shape[1], dtype=dtype_for(X.device), device=X.device)
     return State(M if s.diagonal else M.diag(), trace=float(X.shape[1]))
 
+# %% ../../nbs/machines/01_rfm.ipynb #9fe9e405
+def _fitted(fit: Fit) -> Tensor: # n × c
+    "Predictions at the training points, straight after the fit."
+    p, s = fit.problem, fit.settings
+    if fit.residual <= 1e-4:
+        return p.Y - s.ridge * fit.alpha / (1 if p.w is None else p.w[:, None])
+    if p.K is not None and p.w is None: return sym_matmul(p.K, p.K.diagonal(), fit.alpha)
+    return replace(fit.predictor, flat=False)(p.X)
+
 # %% ../../nbs/machines/01_rfm.ipynb #8513f7b2
 def _row(fit: Fit, trace: float) -> dict[str, Any]:
     "What the history says of one fit."
-    p, s = fit.problem, fit.settings
-    F = p.Y - s.ridge * fit.alpha / (1 if p.w is None else p.w[:, None])
+    p, metric = fit.problem, fit.settings.metric
     predict = replace(fit.predictor, flat=False)
-    if fit.residual > 1e-4:
-        F = predict(p.X)
-    val = None if p.val is None else error_of(s.metric, predict(p.val[0]), p.val[1])
+    val = None if p.val is None else error_of(metric, predict(p.val[0]), p.val[1])
     wide = dtype_for(p.Y.device)
     fitted = float((p.Y.to(wide) * fit.alpha.to(wide)).sum()) / 2
-    return dict(iter=fit.t, train_error=error_of(s.metric, F, p.Y), val_error=val,
+    return dict(iter=fit.t, train_error=error_of(metric, _fitted(fit), p.Y), val_error=val,
                 objective=fitted + trace / 2, trace=trace, effective_rank=effective_rank(fit.M),
                 solver=fit.solver, note=fit.note, residual=fit.residual)
 
