@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Solution', 'solve', 'solve_grid', 'check_system', 'check_matrix', 'strips', 'cholesky_', 'cho_solve', 'sym_matmul',
-           'restore_', 'eig_solve', 'refine_', 'shift_solve', 'shift_steps']
+           'restore_', 'lower_factor', 'inverse_of', 'eig_solve', 'refine_', 'shift_solve', 'shift_steps']
 
 # %% ../../nbs/machines/05_direct.ipynb #32c5ba25
 import math
@@ -200,19 +200,27 @@ def _panel_width(A: Tensor) -> int:
     return 256 if n > 512 else 512
 
 # %% ../../nbs/machines/05_direct.ipynb #056f6cb5
-def _suits_lapack(A: Tensor) -> bool:
-    "One core, and numbers that LAPACK knows?"
+def _lapack_takes(A: Tensor) -> bool:
+    "Numbers and memory that LAPACK takes as they are, and enough of them to pay?"
     known = A.device.type == "cpu" and A.dtype in (torch.float32, torch.float64)
-    small = len(A) <= 512
-    return known and A.is_contiguous() and not small and (cores() == 1 or len(A) < 1500)
+    return known and A.is_contiguous() and len(A) > 512
+
+# %% ../../nbs/machines/05_direct.ipynb #c3f73af6
+def _suits_lapack(A: Tensor) -> bool:
+    "Is LAPACK the faster way, for a matrix that keeps its upper triangle?"
+    return _lapack_takes(A) and (cores() == 1 or len(A) < 1500)
+
+# %% ../../nbs/machines/05_direct.ipynb #5e954d6e
+def _lapack_call(name: str, A: Tensor) -> Callable:
+    "LAPACK's routine for numbers of A's precision."
+    return getattr(lapack, ("s" if A.dtype == torch.float32 else "d") + name)
 
 # %% ../../nbs/machines/05_direct.ipynb #fc173bdb
 def _lapack_(A: Tensor, diag: Tensor, ridge: float) -> int:
     "What `cholesky_` does, by LAPACK."
     restore_(A, diag).diagonal().add_(ridge)
-    potrf = lapack.spotrf if A.dtype == torch.float32 else lapack.dpotrf
     with one_core_each():
-        _, info = potrf(A.numpy().T, lower=0, overwrite_a=1, clean=0)
+        _, info = _lapack_call("potrf", A)(A.numpy().T, lower=0, overwrite_a=1, clean=0)
     return int(info)
 
 # %% ../../nbs/machines/05_direct.ipynb #2e2a7a3c
@@ -244,12 +252,34 @@ def restore_(A: Tensor, # as cholesky_ leaves it; becomes K
              diag: Tensor, # the diagonal of K
             ) -> Tensor: # A
     "Undo cholesky_: the lower triangle becomes the mirror of the upper one again."
-    for i, e in strips(A.shape[0], 128):
+    for i, e in strips(A.shape[0], 512):
         U = A[i:e, i:e].triu(1)
         A[i:e, i:e] = U + U.T
         A[e:, i:e] = A[i:e, e:].T
     A.diagonal().copy_(diag)
     return A
+
+# %% ../../nbs/machines/05_direct.ipynb #e4190040
+def lower_factor(K: Tensor, # n × n; its upper triangle is read
+                 ridge: float, # added to the diagonal
+                ) -> tuple[Tensor, int]: # L in a lower triangle, and 0 or the column that failed
+    "L with L Lᵀ = K + ridge·I, in memory of its own."
+    A = K.clone(memory_format=torch.contiguous_format)
+    A.diagonal().add_(ridge)
+    if _lapack_takes(A):
+        _, info = _lapack_call("potrf", A)(A.numpy().T, lower=1, overwrite_a=1, clean=0)
+        return A.mT, int(info)
+    L, failed = torch.linalg.cholesky_ex(A.mT)
+    return L, int(failed)
+
+# %% ../../nbs/machines/05_direct.ipynb #3eb8bfee
+def inverse_of(factor: Tensor, # n × n, lower triangle L
+              ) -> Tensor: # n × n
+    "(L Lᵀ)⁻¹, both triangles."
+    A = factor.mT.clone(memory_format=torch.contiguous_format)
+    if not _lapack_takes(A): return torch.cholesky_inverse(factor)
+    _lapack_call("potri", A)(A.numpy().T, lower=1, overwrite_c=1)
+    return restore_(A, A.diagonal().clone())
 
 # %% ../../nbs/machines/05_direct.ipynb #7f849349
 def _residual(S: _System, ridge: float, alpha: Tensor) -> float:

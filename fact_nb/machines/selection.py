@@ -17,6 +17,7 @@ import torch
 from scipy.linalg import lapack
 from torch import Tensor
 
+from .direct import lower_factor
 from ..runtime import dtype_for
 
 # %% ../../nbs/machines/08_selection.ipynb #6084d927
@@ -121,10 +122,8 @@ def evidence(K: Tensor, # n × n, upper triangle; with weights u K uᵀ, u = √
              w: Tensor | None = None, # n sample weights
             ) -> Likelihood | None: # None: A cannot be factored in this precision
     "How probable the targets are under this matrix and this ridge."
-    A = K.mT.clone()
-    A.diagonal().add_(ridge)
-    factor, info = torch.linalg.cholesky_ex(A)
-    if info: return None
+    factor, failed = lower_factor(K, ridge)
+    if failed: return None
     u = 1. if w is None else w.sqrt()[:, None]
     alpha = u * torch.cholesky_solve(u * Y, factor)
     wide = dtype_for(Y.device)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..arguments import check_number
 from ..linalg import psd_power, sym, sym_sqrt
+from .direct import inverse_of
 from .gradients import centred, fact_core
 from .kernels import Kernel, evaluate_both
 from .kernels import pairs as pairs_of
@@ -429,7 +430,7 @@ def evidence_gradient(s: Sight, # the rows that are looked at
     _, alpha, factor, fitted, rows = at.seen
     W, ridge = unpack_point(at.z, s.diagonal)
     u = torch.ones_like(alpha[:, :1]) if s.w is None else s.w.sqrt()[:, None]
-    inverse = torch.cholesky_inverse(factor)
+    inverse = inverse_of(factor)
     wide = dtype_for(alpha.device)
     spread = float(inverse.diagonal().to(wide).sum()) + (rows - len(alpha)) / ridge
     size = float((alpha / u).to(wide).square().sum())
