@@ -49,7 +49,8 @@ from ..runtime import dtype_for
 class _Machine(BaseEstimator):
     "What the two estimators share."
     def __init__(self,
-                 kernel: str | Kernel = "laplace", # a name such as gaussian, or an object
+                 # a name such as gaussian, or an object; None: Laplace, or what suits a large table
+                 kernel: str | Kernel | None = None,
                  bandwidth: float | None = None, # L; None: median distance of the training points
                  update: str | UpdateRule = "evidence", # or "fact", "nfa", "stable"
                  geometric: bool | str = True, # FACT: average with the last M
@@ -106,12 +107,12 @@ class _Machine(BaseEstimator):
         return tags
 
 # %% ../../nbs/machines/00_estimators.ipynb #072bab42
-def make_kernel(kernel: str | Kernel, # name or object
+def make_kernel(kernel: str | Kernel | None, # name or object; None: Laplace
                 bandwidth: float | None = None, # L; None: as the kernel has it
                ) -> Kernel:
     "The kernel to fit with; the machine chooses a bandwidth that is still missing."
-    if isinstance(kernel, str):
-        kernel = kernel_named(kernel)
+    if kernel is None or isinstance(kernel, str):
+        kernel = kernel_named(kernel or "laplace")
     if not isinstance(kernel, Kernel):
         raise ValueError(f"kernel must be one of {sorted(NAMES)} or a "
                          f"fact_nb.machines.kernels.Kernel, not {kernel!r}")
@@ -174,7 +175,7 @@ def _fit_large_table(est: _Machine, m: RFM, X: torch.Tensor, Y: torch.Tensor) ->
     "The same for many rows."
     if est.verbose:
         print(_announce(est, m, X, Y))
-    est.rfm_ = fit_large(X, Y, large_settings(m))
+    est.rfm_ = fit_large(X, Y, large_settings(m, chosen=est.kernel is not None))
     if est.verbose:
         print(f"{type(est).__name__}: {est.rfm_.note}")
     _describe(est)
@@ -330,7 +331,7 @@ def _estimate(m: RFM, X: torch.Tensor, Y: torch.Tensor, memory: float | None) ->
 def _large_estimate(m: RFM, X: torch.Tensor, c: int, memory: float | None) -> FitEstimate:
     "The same for many rows, which are worked on in float32."
     n, d = X.shape
-    work, need = large_work(n, d, c, large_settings(m), memory_limit(memory, X.device))
+    work, need = large_work(n, d, c, large_settings(m, False), memory_limit(memory, X.device))
     size = need + 2. * X.element_size() * n * d
     reason = f"n = {n}: subsets learn M, centres predict"
     return FitEstimate(n, d, work / (.4 * _speed(torch.float32)), size, "large", reason)
@@ -396,14 +397,14 @@ def _scored(scoring: Any, # name or function of scikit-learn
     return error
 
 # %% ../../nbs/machines/00_estimators.ipynb #33f06ffe
-def _kernel_to_json(kernel: str | Kernel) -> str | dict[str, Any]:
+def _kernel_to_json(kernel: str | Kernel | None) -> str | dict[str, Any] | None:
     "A name as it is; an object by its registered name and its fields."
-    return kernel if isinstance(kernel, str) else kernel_spec(kernel)
+    return kernel_spec(kernel) if isinstance(kernel, Kernel) else kernel
 
 # %% ../../nbs/machines/00_estimators.ipynb #2eb22350
-def _kernel_from_json(spec: str | dict[str, Any]) -> str | Kernel:
+def _kernel_from_json(spec: str | dict[str, Any] | None) -> str | Kernel | None:
     "What was stored."
-    return spec if isinstance(spec, str) else kernel_of(spec)
+    return kernel_of(spec) if isinstance(spec, dict) else spec
 
 # %% ../../nbs/machines/00_estimators.ipynb #1b0c6336
 def _plain_value(value: Any) -> Any:

@@ -6,9 +6,9 @@
 __all__ = ['LARGE_FROM', 'LEAF_RIDGES', 'LargeSettings', 'LargeFit', 'fit_large', 'suits_large', 'large_settings', 'Rows',
            'kept_rows', 'with_median', 'learn_step', 'Centres', 'right_side', 'times_gram', 'gram_times', 'block_rows',
            'kept_dtype', 'GramProduct', 'CentrePreconditioner', 'solve_centres', 'ridge_errors', 'LargeRun',
-           'plan_large', 'begin_large', 'metric_error', 'fit_rows', 'Split', 'grow_tree', 'leaf_of', 'LeafPredictor',
-           'leaf_size', 'leaf_predictors', 'fit_leaves', 'large_work', 'centres_core', 'DaskRows', 'as_float',
-           'unshared', 'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
+           'plan_large', 'begin_large', 'without_floor', 'metric_error', 'fit_rows', 'Split', 'grow_tree', 'leaf_of',
+           'LeafPredictor', 'leaf_size', 'leaf_predictors', 'fit_leaves', 'large_work', 'centres_core', 'DaskRows',
+           'as_float', 'unshared', 'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
 
 # %% ../../nbs/machines/10_large.ipynb #d2163430
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ from ..files import fingerprint, load_state, save_state
 from .direct import cho_solve, cholesky_, solve, solve_grid, sym_matmul
 from .gradients import centred, fact_core
 from .iterative import cg
-from .kernels import Kernel, Laplace, as_points, evaluate_both, evaluate_pairs
-from .kernels import lacks_bandwidth, median_bandwidth, pairs, row_ranges
+from .kernels import ExpPower, Kernel, Laplace, as_points, evaluate_both
+from .kernels import evaluate_pairs, lacks_bandwidth, median_bandwidth, pairs, row_ranges
 from .rfm import RFM, Predictor
 from .selection import ErrorMetric, error_of
 from .solvers import in_gb, memory_limit
@@ -42,6 +42,8 @@ LARGE_FROM = 20_000 # rows from which `auto` goes this way
 class LargeSettings:
     "The choices of a fit on many rows."
     kernel: Kernel = Laplace(None) # without a bandwidth: the median distance, in each metric anew
+    # tried beside it for the predictor; (): none
+    others: tuple[Kernel, ...] = (ExpPower(None, 1.7),)
     iters: int = 10 # updates of M, each on fresh rows; 0: M = I
     rows: int = 4000 # of such a subset
     leaf: int | None = None # most rows of a leaf; None: 4,000, and more below 140,000 rows
@@ -104,13 +106,15 @@ def suits_large(m: RFM, # its settings decide
 
 # %% ../../nbs/machines/10_large.ipynb #94f0cd75
 def large_settings(m: RFM, # a machine as it was set up
+                   chosen: bool = True, # was its kernel asked for?
                   ) -> LargeSettings:
     "The settings of a machine, for many rows; a ridge that was given is kept."
     given = m.ridge if isinstance(m.ridge, (int, float)) else None
     ridges = LargeSettings.ridges if given is None else (float(given),)
     iters = LargeSettings.iters if m.iters else 0
-    return LargeSettings(kernel=m.kernel, iters=iters, ridges=ridges, metric=m.metric,
-                         memory=m.memory, time_limit=m.time_limit, seed=m.seed,
+    others = () if chosen else LargeSettings.others
+    return LargeSettings(kernel=m.kernel, others=others, iters=iters, ridges=ridges,
+                         metric=m.metric, memory=m.memory, time_limit=m.time_limit, seed=m.seed,
                          progress=m.progress)
 
 # %% ../../nbs/machines/10_large.ipynb #867bdb65
@@ -370,13 +374,24 @@ class LargeRun:
         start = t * m % max(1, len(self.order) - m + 1)
         return self.rows.take(self.order[start:start + m])
 
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        "Those that the predictor may have."
+        return self.settings.kernel, *self.settings.others
+
     def centres(self,
                 M: Tensor, # d × d
                 k: int, # how many
+                kernel: Kernel, # one of `kernels`
                ) -> Centres:
         "The first k centres in a metric."
         Z = self.rows.take(self.order[-self.k:][:k])[0]
-        return Centres(with_median(self.settings.kernel, Z, M), root_of(M), Z)
+        return Centres(with_median(kernel, Z, M), root_of(M), Z)
+
+    def chosen_centres(self) -> Centres:
+        "All centres, in the metric and with the kernel that were chosen."
+        chosen = self.state["chosen"]
+        return self.centres(chosen["M"], self.k, self.kernels[chosen["kernel"]])
 
 # %% ../../nbs/machines/10_large.ipynb #b2135451
 def plan_large(n: int, # rows
@@ -451,6 +466,15 @@ def _remember(learned: list[dict[str, Any]], new: dict[str, Any], late: bool,
         mean = [dict(way=new["way"], t=new["t"], M=M, count=count + 1)]
     return others + [best, *mean]
 
+# %% ../../nbs/machines/10_large.ipynb #b168b761
+def without_floor(M: Tensor, # d × d, p.s.d.
+                 ) -> Tensor: # of the same trace
+    "M less its median eigenvalue, the positive part."
+    m, V = torch.linalg.eigh(M)
+    lowered = (m - m.median()).clamp(min=0)
+    if not lowered.any(): return M
+    return (V * lowered) @ V.T * (m.sum() / lowered.sum())
+
 # %% ../../nbs/machines/10_large.ipynb #7a90c3d4
 def metric_error(kernel: Kernel, # a bandwidth of its own is kept
                  M: Tensor, # d × d
@@ -467,26 +491,44 @@ def metric_error(kernel: Kernel, # a bandwidth of its own is kept
     return min(error_of(metric, p(test[0]), test[1]) for p in machines)
 
 # %% ../../nbs/machines/10_large.ipynb #5b1a77e0
+def _metric_candidates(run: LargeRun) -> list[dict[str, Any]]: # t, M, floor
+    "The identity, what was learned, and the means without their floor."
+    identity = dict(t=0, M=torch.eye(run.rows.shape[1]).double(), floor=True)
+    learned = [dict(t=o["t"], M=o["M"], floor=True) for o in run.state["learned"]]
+    means = [dict(t=o["t"], M=without_floor(o["M"]), floor=False)
+             for o in run.state["learned"] if "count" in o]
+    return [identity, *learned, *means]
+
+# %% ../../nbs/machines/10_large.ipynb #d8f32926
 def _best_metric(run: LargeRun) -> dict[str, Any]: # t and M
-    "The identity or what was learned, compared on the same rows."
+    "The best of the candidates, compared on the same rows."
     st, s = run.state, run.settings
-    identity = dict(t=0, M=torch.eye(run.rows.shape[1]).double())
-    if not st["learned"]: return identity
+    found = _metric_candidates(run)
+    if len(found) == 1: return found[0]
     X, Y = run.fresh(st["t"])
-    error = lambda M: metric_error(s.kernel, M, X, Y, run.test, s.metric)
-    found = [dict(t=o["t"], M=o["M"], error=error(o["M"])) for o in (identity, *st["learned"])]
-    st["history"] += [dict(step="metric", t=f["t"], error=f["error"]) for f in found]
+    for f in found:
+        f["error"] = metric_error(s.kernel, f["M"], X, Y, run.test, s.metric)
+    st["history"] += [dict(step="metric", t=f["t"], floor=f["floor"], error=f["error"])
+                      for f in found]
     return min(found, key=lambda f: f["error"])
 
 # %% ../../nbs/machines/10_large.ipynb #ddb7f6b5
+def _compare_ridges(run: LargeRun, best: dict[str, Any]) -> list[dict[str, Any]]:
+    "The held-out error of a small predictor, for each kernel and ridge."
+    s, (X, Y) = run.settings, run.rows.take(run.order[:20_000])
+    found = []
+    for number, kernel in enumerate(run.kernels):
+        c = run.centres(best["M"], min(1000, run.k), kernel)
+        errors = ridge_errors(c, X, Y, run.test, s.ridges, s.metric)
+        found += [dict(t=best["t"], kernel=number, ridge=r, error=e)
+                  for r, e in zip(s.ridges, errors)]
+    return found
+
+# %% ../../nbs/machines/10_large.ipynb #ac0e1c68
 def _choose_large(run: LargeRun) -> None:
-    "The metric, and the ridge."
-    st, s = run.state, run.settings
-    best = _best_metric(run)
-    X, Y = run.rows.take(run.order[:20_000])
-    c = run.centres(best["M"], min(1000, run.k))
-    errors = ridge_errors(c, X, Y, run.test, s.ridges, s.metric)
-    found = [dict(t=best["t"], ridge=r, error=e) for r, e in zip(s.ridges, errors)]
+    "The metric, then the kernel and the ridge."
+    st, best = run.state, _best_metric(run)
+    found = _compare_ridges(run, best)
     st["history"] += [dict(step="choose", **f) for f in found]
     st["chosen"] = dict(M=best["M"], **min(found, key=lambda f: f["error"]))
     run.save(st)
@@ -495,7 +537,7 @@ def _choose_large(run: LargeRun) -> None:
 def _solve_large(run: LargeRun) -> None:
     "The predictor on all rows."
     st, s = run.state, run.settings
-    c = run.centres(st["chosen"]["M"], run.k)
+    c = run.chosen_centres()
     B, steps, residual = solve_centres(run.rows, c, st["chosen"]["ridge"], run.keep,
                                        s.tol, s.steps)
     error = error_of(s.metric, Predictor(c.kernel, c.Z, c.W, B)(run.test[0]), run.test[1])
@@ -532,7 +574,7 @@ def fit_rows(rows: Any, # `Rows`, or what does the same
 # %% ../../nbs/machines/10_large.ipynb #8e0cb763
 def _base(run: LargeRun) -> Predictor:
     "What predicts without leaves."
-    c = run.centres(run.state["chosen"]["M"], run.k)
+    c = run.chosen_centres()
     return Predictor(c.kernel, c.Z, c.W, run.state["B"])
 
 # %% ../../nbs/machines/10_large.ipynb #df14bd2d
@@ -542,8 +584,9 @@ def _conclude_large(run: LargeRun, judged: Any, predictor: Any) -> LargeFit:
     metric = f"M after {chosen['t']} updates" if chosen["t"] else "M = I"
     where = "kept in memory" if run.keep else "made anew at each step"
     leaves = f", {len(predictor.parts)} leaves" if isinstance(predictor, LeafPredictor) else ""
-    note = (f"n = {n}: {run.k} centres, kernel between rows and centres {where}; {metric} and "
-            f"ridge {chosen['ridge']:g} chosen on {len(run.test[0])} held-out rows{leaves}")
+    kernel = f", {type(predictor.kernel).__name__}" if chosen["kernel"] else ""
+    note = (f"n = {n}: {run.k} centres, kernel between rows and centres {where}; {metric}{kernel} "
+            f"and ridge {chosen['ridge']:g} chosen on {len(run.test[0])} held-out rows{leaves}")
     left_out = judged(run.test[0]), run.test[1]
     return LargeFit(predictor, chosen["M"], chosen["ridge"], chosen["t"],
                     run.state["history"], note, left_out)
@@ -704,7 +747,8 @@ def large_work(n: int, # rows
     k, keep = plan_large(n, s, limit)
     machine = lambda m: m**3 / 3 + 2 * m**2 * (2 * d + c + 20)
     learn = len(s.learn_ridges) * (s.iters + 1) * machine(s.rows)
-    choose = 2 * (2 * min(n, 20_000) * 1000 * (1000 + d) + len(s.ridges) * 1000**3)
+    compare = 2 * (2 * min(n, 20_000) * 1000 * (1000 + d) + len(s.ridges) * 1000**3)
+    choose = (1 + len(s.others)) * compare
     solve = 2 * k**3 / 3 + 2 * n * k * ((1 if keep else 10) * (d + 20) + 20 * c)
     leaves = s.leaves or (s.leaves is None and n <= 300_000)
     leaf = leaf_size(n, s)
