@@ -74,7 +74,7 @@ def test_one_target_with_noise_only_keeps_the_identity_or_predicts_little():
     X, _ = table()
     noise = torch.randn(3000, generator=torch.Generator().manual_seed(5))
     fit = fit_large(X, noise, SMALL)
-    assert fit.ridge == max(SMALL.ridges)
+    assert fit.ridge >= max(SMALL.ridges)
     assert fit.predict(X).var() < .5
 
 
