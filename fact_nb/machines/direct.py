@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Solution', 'solve', 'solve_grid', 'check_system', 'check_matrix', 'strips', 'cholesky_', 'cho_solve', 'sym_matmul',
-           'restore_', 'lower_factor', 'inverse_of', 'eig_solve', 'refine_', 'shift_solve', 'shift_steps']
+           'restore_', 'lower_factor', 'inverse_of', 'gram_of', 'eig_solve', 'refine_', 'shift_solve', 'shift_steps']
 
 # %% ../../nbs/machines/05_direct.ipynb #32c5ba25
 import math
@@ -280,6 +280,15 @@ def inverse_of(factor: Tensor, # n × n, lower triangle L
     if not _lapack_takes(A): return torch.cholesky_inverse(factor)
     _lapack_call("potri", A)(A.numpy().T, lower=1, overwrite_c=1)
     return restore_(A, A.diagonal().clone())
+
+# %% ../../nbs/machines/05_direct.ipynb #eccbde62
+def gram_of(factor: Tensor, # n × n, lower triangle L
+           ) -> Tensor: # n × n; its upper triangle is filled
+    "LᵀL, at a third of the work of a product."
+    A = factor.tril().contiguous()
+    if not _lapack_takes(A): return A.mT @ A
+    _lapack_call("lauum", A)(A.numpy().T, lower=0, overwrite_c=1)
+    return A.mT.contiguous()
 
 # %% ../../nbs/machines/05_direct.ipynb #7f849349
 def _residual(S: _System, ridge: float, alpha: Tensor) -> float:
