@@ -9,6 +9,7 @@ __all__ = ['Inputs', 'Part', 'Call', 'Placed', 'Seen', 'Notes', 'Multiplication'
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from .weights import Kind, Matrix, Spot, merged
+from .weights import Kind, Matrix, Spot, Strides, merged
 
 # %% ../../nbs/networks/03_capture.ipynb #32241794
 @dataclass
@@ -45,11 +46,22 @@ class Part:
         "d' × d."
         return self.place.shape if self.weight is None else tuple(self.weight.shape)
 
-    def W(self,
-          t: Tensor, # shaped like the parameter
-         ) -> Tensor: # d' × d
+    def W(
+        self,
+        t: Tensor, # shaped like the parameter
+    ) -> Tensor: # d' × d
         "The matrix as it stands in this use."
         return self.place.of(t) if self.weight is None else self.weight
+
+# %% ../../nbs/networks/03_capture.ipynb #cb4081c0
+def _outputs_last(g: Tensor, outs: tuple[int, ...], along: int | None, stack: int) -> Tensor:
+    "One matrix of a stack, if there is one, with the axes of its outputs joined at the end."
+    ends = tuple(range(-len(outs), 0))
+    if along is None:
+        g = g.movedim(outs, ends)
+    else:
+        g = g.movedim((along, *outs), (0, *ends))[stack]
+    return g.reshape(-1, prod(g.shape[-len(ends):]))
 
 # %% ../../nbs/networks/03_capture.ipynb #0ac9cb87
 @dataclass
@@ -62,24 +74,21 @@ class Call:
     along: int | None = None # the axis of z that runs along a stack of matrices
     spans: list[tuple[int, int]] | None = None # rows of each matrix of a stack
 
-    def rows(self,
-             g: Tensor, # the gradient with respect to z
-             stack: int = 0, # which matrix of a stack
-            ) -> Tensor: # positions × d'
+    def rows(
+        self,
+        g: Tensor, # the gradient with respect to z
+        stack: int = 0, # which matrix of a stack
+    ) -> Tensor: # positions × d'
         "The gradient with one row per sample and position."
-        ends = tuple(range(-len(self.outs), 0))
-        if self.along is None:
-            g = g.movedim(self.outs, ends)
-        else:
-            g = g.movedim((self.along, *self.outs), (0, *ends))[stack]
-        flat = g.reshape(-1, prod(g.shape[-len(ends):]))
+        flat = _outputs_last(g, self.outs, self.along, stack)
         if self.spans is not None: return flat[slice(*self.spans[stack])]
         return flat if self.keep is None else flat[self.keep]
 
-    def rows_of(self,
-                g: Tensor, # the gradient with respect to z
-                part: Part, # one matrix of the call
-               ) -> Tensor: # positions × d'
+    def rows_of(
+        self,
+        g: Tensor, # the gradient with respect to z
+        part: Part, # one matrix of the call
+    ) -> Tensor: # positions × d'
         "The rows and columns of the gradient that belong to one part."
         return self.rows(g, part.stack)[:, part.low:part.high]
 
@@ -92,13 +101,15 @@ def _whole_base(z: Tensor, axis: int) -> Tensor | None:
     return base if alike else None
 
 # %% ../../nbs/networks/03_capture.ipynb #6d0aeb8b
-def _edge(z: Tensor, # output of a layer
-          outs: tuple[int, ...], # the axes with its d' entries
-         ) -> tuple[Tensor | GradientEdge, Tensor]: # where the gradient arrives; z to go on with
-    "Where to ask for the gradient of z."
-    if not z.requires_grad:
-        leaf = z.detach().requires_grad_()
-        return leaf, leaf.clone()                 # a clone may be changed in place, a leaf may not
+def _fresh_edge(z: Tensor) -> tuple[Tensor, Tensor]:
+    "A history that begins at z; the copy may be changed in place, a leaf may not."
+    leaf = z.detach().requires_grad_()
+    return leaf, leaf.clone()
+
+# %% ../../nbs/networks/03_capture.ipynb #d9fac0af
+def _edge(z: Tensor, outs: tuple[int, ...]) -> tuple[Tensor | GradientEdge, Tensor]:
+    "Where to ask for the gradient of z with outputs along `outs`; the z to go on with."
+    if not z.requires_grad: return _fresh_edge(z)
     base = _whole_base(z, outs[0]) if len(outs) == 1 else None
     if base is not None: return get_gradient_edge(base), z
     if z._base is not None:
@@ -111,7 +122,7 @@ class Placed(NamedTuple):
     param: Tensor # in which it lies, or from which it is computed
     offset: int = 0 # of its first entry
     steps: tuple[int, ...] = () # along each of its axes
-    computed: bool = False # its entries are not entries of the parameter
+    computed: bool = False # its entries are not the parameter's
 
 # %% ../../nbs/networks/03_capture.ipynb #ec9ce088
 def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -135,6 +146,7 @@ def _unannounced(f: Any) -> types.FunctionType:
     g.__kwdefaults__ = f.__kwdefaults__
     return g
 
+# %% ../../nbs/networks/03_capture.ipynb #8c5eb2d3
 _attention = _unannounced(F.multi_head_attention_forward)
 
 # %% ../../nbs/networks/03_capture.ipynb #ecf8314d
@@ -147,13 +159,13 @@ class Seen:
     blind: set[str] = field(default_factory=set) # used where gradients were switched off
     dropout: bool = False # whether dropout was called
 
-    def add(self,
-            other: "Seen", # of the next batch
-           ) -> None:
+    def add(
+        self,
+        other: "Seen", # of the next batch
+    ) -> None:
         "Remember what another pass has shown; the first of two parts with one name stays."
         self.order.update(other.order)
-        for use, part in other.parts.items():
-            self.parts.setdefault(use, part)
+        self.parts |= {use: p for use, p in other.parts.items() if use not in self.parts}
         self.normalised |= other.normalised
         self.blind |= other.blind
         self.dropout |= other.dropout
@@ -180,14 +192,25 @@ class Multiplication(NamedTuple):
     keep: Tensor | None = None # positions that count
     inputs: "Inputs | None" = None # the rows h
 
+# %% ../../nbs/networks/03_capture.ipynb #4e4abd2d
+_product = partial(Multiplication, Kind.LINEAR)
+
 # %% ../../nbs/networks/03_capture.ipynb #deb196c6
-def _argument(args: tuple, kwargs: dict, at: int, name: str, default: Any = None) -> Any:
-    "An argument of a torch function, by position or by name."
-    return args[at] if len(args) > at else kwargs.get(name, default)
+class _Invoked(NamedTuple):
+    "One call of a torch function, while a capture looks on."
+    capture: "Capture"
+    args: tuple
+    kwargs: dict
+    result: Tensor
+
+    def argument(self, at: int, name: str, default: Any = None) -> Any:
+        "An argument by position or by name."
+        return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
 # %% ../../nbs/networks/03_capture.ipynb #65919545
 Inputs = Callable[[int], Iterator[Tensor]] # matrix of a stack, or group → rows of h, or words
 
+# %% ../../nbs/networks/03_capture.ipynb #d1dafa0d
 def _rows_of(h: Tensor) -> Inputs: # … × d
     "The rows of a tensor, the same for every matrix."
     return lambda k: iter([h.reshape(-1, h.shape[-1])])
@@ -199,22 +222,19 @@ def _rows_along(h: Tensor, z: Tensor) -> Inputs: # … × d; … × matrices × 
     return lambda k: iter([whole[k].reshape(-1, h.shape[-1])])
 
 # %% ../../nbs/networks/03_capture.ipynb #47a209fa
-def _read_linear(cap: "Capture", args: tuple, kwargs: dict, z: Tensor) -> Multiplication | None:
+def _read_linear(f: _Invoked) -> Multiplication | None:
     "F.linear(h, W)."
-    w = _argument(args, kwargs, 1, "weight")
-    if w.ndim != 2: return None
-    rows = _rows_of(_argument(args, kwargs, 0, "input"))
-    return Multiplication(Kind.LINEAR, w, (0,), (1,), (-1,), inputs=rows)
+    h, w = f.argument(0, "input"), f.argument(1, "weight")
+    return _product(w, (0,), (1,), (-1,), inputs=_rows_of(h)) if w.ndim == 2 else None
 
 # %% ../../nbs/networks/03_capture.ipynb #33453c2b
-def _read_embedding(cap: "Capture", args: tuple, kwargs: dict, z: Tensor) -> Multiplication:
+def _read_embedding(f: _Invoked) -> Multiplication:
     "F.embedding(words, Wᵀ)."
-    words, w = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
-    pad = _argument(args, kwargs, 2, "padding_idx")
-    keep = None if pad is None else words.reshape(-1) != pad
-    flat = words.reshape(-1) if keep is None else words.reshape(-1)[keep]
-    return Multiplication(Kind.EMBEDDING, w, (1,), (0,), (-1,), keep=keep,
-                          inputs=lambda k: iter([flat]))
+    words, pad = f.argument(0, "input").reshape(-1), f.argument(2, "padding_idx")
+    keep = None if pad is None else words != pad
+    counted = words if keep is None else words[keep]
+    return Multiplication(Kind.EMBEDDING, f.argument(1, "weight"), (1,), (0,), (-1,), keep=keep,
+                          inputs=lambda k: iter([counted]))
 
 # %% ../../nbs/networks/03_capture.ipynb #23b1bc10
 def _each(t: Any, n: int) -> list[int]:
@@ -222,150 +242,193 @@ def _each(t: Any, n: int) -> list[int]:
     return [t] * n if isinstance(t, int) else (list(t) * n)[:n]
 
 # %% ../../nbs/networks/03_capture.ipynb #bada39ec
-def _padding(padding: Any, spans: list[int]) -> list[tuple[int, int]]: # before and behind, by axis
-    "How much is added at both ends of each axis."
+def _padding(padding: Any, spans: list[int]) -> list[tuple[int, int]]:
+    "What is added before and behind, by axis."
     if padding == "valid": return [(0, 0) for _ in spans]
     if padding == "same": return [(s // 2, s - s // 2) for s in spans]
     return [(p, p) for p in _each(padding, len(spans))]
 
+# %% ../../nbs/networks/03_capture.ipynb #c781a7b6
+class _Walk(NamedTuple):
+    "How the kernel of a convolution moves, by axis."
+    kernel: torch.Size
+    stride: list[int]
+    dilation: list[int]
+    padding: list[tuple[int, int]] # before and behind
+
+# %% ../../nbs/networks/03_capture.ipynb #3e09869f
+def _walk(f: _Invoked, kernel: torch.Size) -> _Walk:
+    "How a kernel moves, read from the arguments of a convolution."
+    n = len(kernel)
+    stride, dilation = _each(f.argument(3, "stride", 1), n), _each(f.argument(5, "dilation", 1), n)
+    spans = [step * (size - 1) for step, size in zip(dilation, kernel)]
+    return _Walk(kernel, stride, dilation, _padding(f.argument(4, "padding", 0), spans))
+
 # %% ../../nbs/networks/03_capture.ipynb #359edccc
-def _read_conv(cap: "Capture", args: tuple, kwargs: dict, z: Tensor) -> Multiplication:
+def _read_conv(f: _Invoked) -> Multiplication:
     "conv(h, W), in one, two or three dimensions."
-    w = _argument(args, kwargs, 1, "weight")
-    h, groups = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 6, "groups", 1)
-    n = w.ndim - 2
-    stride, dilation = (_each(_argument(args, kwargs, at, name, 1), n)
-                        for at, name in ((3, "stride"), (5, "dilation")))
-    spans = [step * (size - 1) for step, size in zip(dilation, w.shape[2:])]
-    padding = _padding(_argument(args, kwargs, 4, "padding", 0), spans)
+    h, w, groups = f.argument(0, "input"), f.argument(1, "weight"), f.argument(6, "groups", 1)
+    walk = _walk(f, w.shape[2:])
     return Multiplication(
         Kind.CONV, w, (0,), tuple(range(1, w.ndim)), (1 - w.ndim,), blocks=groups,
-        inputs=lambda k: _patches(h, w, padding, stride, dilation, groups, k))
+        inputs=lambda k: _patches(h, walk, groups, k))
 
 # %% ../../nbs/networks/03_capture.ipynb #fa5dad52
-def _patches(h: Tensor, # samples × channels × places
-             w: Tensor, # d' × channels of a group × places of the kernel
-             padding: list[tuple[int, int]], # before and behind, by axis
-             stride: list[int], # by axis
-             dilation: list[int], # by axis
-             groups: int, # of channels
-             k: int, # which of them
-            ) -> Iterator[Tensor]: # places × d, sample by sample
-    "The patches that one group of a convolution multiplies."
-    h = h.reshape(-1, *h.shape[1 - w.ndim:]).chunk(groups, 1)[k]
-    h = F.pad(h, [n for pair in padding[::-1] for n in pair])
-    for axis, size in enumerate(w.shape[2:]):
-        h = h.unfold(2 + axis, dilation[axis] * (size - 1) + 1, stride[axis])
-        h = h[..., ::dilation[axis]]
-    d = prod(w.shape[1:])
-    for sample in h.movedim(1, 1 - w.ndim):
-        yield sample.reshape(-1, d)
+def _cut_out(h: Tensor, walk: _Walk) -> Tensor:
+    "The places of samples × channels × places, each with its patch in new axes behind."
+    h = F.pad(h, [n for pair in walk.padding[::-1] for n in pair])
+    for axis, size in enumerate(walk.kernel):
+        step = walk.dilation[axis]
+        h = h.unfold(2 + axis, step * (size - 1) + 1, walk.stride[axis])[..., ::step]
+    return h
+
+# %% ../../nbs/networks/03_capture.ipynb #0d8caff7
+def _patches(h: Tensor, walk: _Walk, groups: int, k: int) -> Iterator[Tensor]:
+    "The patches that group k of a convolution multiplies: places × d, sample by sample."
+    axes = len(walk.kernel) + 1
+    h = _cut_out(h.reshape(-1, *h.shape[-axes:]).chunk(groups, 1)[k], walk)
+    for sample in h.movedim(1, -axes):
+        yield sample.reshape(-1, prod(sample.shape[-axes:]))
 
 # %% ../../nbs/networks/03_capture.ipynb #eb8a0786
 def _of_right(w: Tensor, h: Tensor, z: Tensor) -> Multiplication | None:
     "h @ w."
-    if w.ndim == 2: return Multiplication(Kind.LINEAR, w, (1,), (0,), (-1,), inputs=_rows_of(h))
+    if w.ndim == 2: return _product(w, (1,), (0,), (-1,), inputs=_rows_of(h))
     if w.ndim != 3: return None
-    return Multiplication(Kind.LINEAR, w, (2,), (1,), (-1,), 0, -3, inputs=_rows_along(h, z))
+    return _product(w, (2,), (1,), (-1,), 0, -3, inputs=_rows_along(h, z))
 
 # %% ../../nbs/networks/03_capture.ipynb #431dea63
 def _of_left(w: Tensor, h: Tensor, z: Tensor) -> Multiplication | None:
     "w @ h."
-    if w.ndim == 2:
-        rows, outs = (h.mT, (-2,)) if h.ndim > 1 else (h, (-1,))
-        return Multiplication(Kind.LINEAR, w, (0,), (1,), outs, inputs=_rows_of(rows))
+    if w.ndim == 2 and h.ndim == 1: return _product(w, (0,), (1,), (-1,), inputs=_rows_of(h))
+    if w.ndim == 2: return _product(w, (0,), (1,), (-2,), inputs=_rows_of(h.mT))
     if w.ndim != 3 or h.ndim < 2: return None
-    return Multiplication(Kind.LINEAR, w, (1,), (2,), (-2,), 0, -3,
-                          inputs=_rows_along(h.mT, z.mT))
+    return _product(w, (1,), (2,), (-2,), 0, -3, inputs=_rows_along(h.mT, z.mT))
 
 # %% ../../nbs/networks/03_capture.ipynb #1e0bc624
-def _read_matmul(cap: "Capture", args: tuple, kwargs: dict, z: Tensor) -> Multiplication | None:
-    "a @ b, mm, bmm, mv."
-    a, b = [*args, *kwargs.values()][:2]
+def _read_pair(cap: "Capture", a: Tensor, b: Tensor, z: Tensor) -> Multiplication | None:
+    "a @ b, if one of them is a weight and the other is not."
     if cap.constant(a) == cap.constant(b): return None
     if cap.place(b) is not None: return _of_right(b, a, z) if a.ndim > 1 or b.ndim == 2 else None
     return _of_left(a, b, z) if cap.place(a) is not None else None
 
+# %% ../../nbs/networks/03_capture.ipynb #a90c97d1
+def _read_matmul(f: _Invoked) -> Multiplication | None:
+    "a @ b, mm, bmm, mv."
+    a, b = [*f.args, *f.kwargs.values()][:2]
+    return _read_pair(f.capture, a, b, f.result)
+
 # %% ../../nbs/networks/03_capture.ipynb #f9fa83f2
-def _read_addmm(cap: "Capture", args: tuple, kwargs: dict, z: Tensor) -> Multiplication | None:
+def _read_addmm(f: _Invoked) -> Multiplication | None:
     "c + a @ b: addmm, baddbmm."
-    if kwargs.get("alpha", 1) != 1: return None
-    a, b = _argument(args, kwargs, 1, "mat1"), _argument(args, kwargs, 2, "mat2")
+    if f.kwargs.get("alpha", 1) != 1: return None
+    a, b = f.argument(1, "mat1"), f.argument(2, "mat2")
     if a is None or b is None:
-        a, b = kwargs.get("batch1"), kwargs.get("batch2")
-    return _read_matmul(cap, (a, b), {}, z)
+        a, b = f.kwargs.get("batch1"), f.kwargs.get("batch2")
+    return _read_pair(f.capture, a, b, f.result)
 
 # %% ../../nbs/networks/03_capture.ipynb #a7d06155
-def _read_einsum(cap: "Capture", args: tuple, kwargs: dict, z: Tensor) -> Multiplication | None:
-    "einsum of a weight and one other tensor."
+class _Letters(NamedTuple):
+    "An einsum of a weight and one other tensor."
+    w: Tensor # the weight
+    h: Tensor # the other tensor
+    own: str # letters of the weight
+    other: str # letters of the other tensor
+    out: str # letters of the result
+
+# %% ../../nbs/networks/03_capture.ipynb #a0d978a1
+def _equation(args: tuple) -> tuple[list[str], str, tuple] | None:
+    "Letters of two tensors, letters of the result, and the tensors; None for other einsums."
     ops = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
     if not isinstance(args[0], str) or len(ops) != 2: return None
     inputs, arrow, out = args[0].replace(" ", "").partition("->")
-    if not arrow or "." in inputs or cap.constant(ops[0]) == cap.constant(ops[1]): return None
-    letters = inputs.split(",")
-    which = 0 if cap.place(ops[0]) is not None else 1
-    if cap.place(ops[which]) is None: return None
-    found = _by_letters(ops[which], letters[which], letters[1 - which], out)
-    rows = _rows_by_letters(found, ops[1 - which], letters[which], letters[1 - which], out)
-    return found and found._replace(inputs=rows)
+    return (inputs.split(","), out, tuple(ops)) if arrow and "." not in inputs else None
+
+# %% ../../nbs/networks/03_capture.ipynb #e9effc90
+def _letters(f: _Invoked) -> _Letters | None:
+    "What an einsum multiplies, None unless exactly one of two tensors is a weight."
+    parsed = _equation(f.args)
+    if parsed is None: return None
+    letters, out, ops = parsed
+    if f.capture.constant(ops[0]) == f.capture.constant(ops[1]): return None
+    w = 0 if f.capture.place(ops[0]) is not None else 1
+    if f.capture.place(ops[w]) is None: return None
+    return _Letters(ops[w], ops[1 - w], letters[w], letters[1 - w], out)
 
 # %% ../../nbs/networks/03_capture.ipynb #57a5f8a5
-def _by_letters(w: Tensor, own: str, other: str, out: str) -> Multiplication | None:
-    "The product that letters of a weight, of the other tensor and of the result describe."
-    rows = [a for a in own if a in out and a not in other]
-    columns = [a for a in own if a in other and a not in out]
-    stack = [a for a in own if a in other and a in out]
-    odd = len(set(own)) < len(own) or len(rows) + len(columns) + len(stack) < len(own)
+class _Roles(NamedTuple):
+    "What the letters of a weight are for in an einsum."
+    rows: str # outputs
+    columns: str # inputs
+    stack: str # counts matrices: one letter or none
+
+# %% ../../nbs/networks/03_capture.ipynb #b64d8b85
+def _roles(e: _Letters) -> _Roles | None:
+    "What each letter of the weight is for; None when they describe no product."
+    rows = "".join(a for a in e.own if a in e.out and a not in e.other)
+    columns = "".join(a for a in e.own if a in e.other and a not in e.out)
+    stack = "".join(a for a in e.own if a in e.other and a in e.out)
+    odd = len(set(e.own)) < len(e.own) or len(rows + columns + stack) < len(e.own)
     if odd or not rows or not columns or len(stack) > 1: return None
-    axes = lambda letters: tuple(own.index(a) for a in letters)
-    outs = tuple(out.index(a) - len(out) for a in rows)
-    plain = Multiplication(Kind.LINEAR, w, axes(rows), axes(columns), outs)
-    if not stack: return plain
-    return plain._replace(stack=own.index(stack[0]), along=out.index(stack[0]) - len(out))
+    return _Roles(rows, columns, stack)
+
+# %% ../../nbs/networks/03_capture.ipynb #0ff03b17
+def _by_letters(e: _Letters, r: _Roles) -> Multiplication:
+    "The product that the letters describe."
+    axes = lambda letters: tuple(e.own.index(a) for a in letters)
+    behind = lambda a: e.out.index(a) - len(e.out)
+    plain = _product(e.w, axes(r.rows), axes(r.columns), tuple(map(behind, r.rows)))
+    if not r.stack: return plain
+    return plain._replace(stack=e.own.index(r.stack), along=behind(r.stack))
 
 # %% ../../nbs/networks/03_capture.ipynb #99447106
-def _rows_by_letters(found: Multiplication | None, h: Tensor, own: str, other: str, out: str,
-                    ) -> Inputs | None: # None when the letters do not say
-    "The rows of the other tensor of an einsum: the stack first, the inputs last."
-    if found is None or len(set(other)) < len(other): return None
-    columns = "".join(own[a] for a in found.columns)
-    stack = "" if found.stack is None else own[found.stack]
-    rest = "".join(a for a in other if a in out and a not in stack)
-    h = torch.einsum(f"{other}->{stack}{rest}{columns}", h)
-    d = prod(h.shape[h.ndim - len(columns):])
-    return lambda k: iter([(h[k] if stack else h).reshape(-1, d)])
+def _rows_by_letters(e: _Letters, r: _Roles) -> Inputs | None:
+    "The rows of the other tensor: the stack first, the inputs last; None if it has a diagonal."
+    if len(set(e.other)) < len(e.other): return None
+    rest = "".join(a for a in e.other if a in e.out and a not in r.stack)
+    h = torch.einsum(f"{e.other}->{r.stack}{rest}{r.columns}", e.h)
+    d = prod(h.shape[h.ndim - len(r.columns):])
+    return lambda k: iter([(h[k] if r.stack else h).reshape(-1, d)])
+
+# %% ../../nbs/networks/03_capture.ipynb #7e38bd80
+def _read_einsum(f: _Invoked) -> Multiplication | None:
+    "einsum of a weight and one other tensor."
+    e = _letters(f)
+    roles = _roles(e) if e else None
+    if e is None or roles is None: return None
+    return _by_letters(e, roles)._replace(inputs=_rows_by_letters(e, roles))
 
 # %% ../../nbs/networks/03_capture.ipynb #df15de50
-def _read_grouped(cap: "Capture", args: tuple, kwargs: dict, z: Tensor) -> Multiplication | None:
+def _read_grouped(f: _Invoked) -> Multiplication | None:
     "grouped_mm(h, W, offs)."
-    w, offs = args[1], _argument(args, kwargs, 2, "offs")
+    h, w, offs = f.args[0], f.args[1], f.argument(2, "offs")
     if w.ndim != 3 or offs is None: return None
     spans = list(pairwise([0, *offs.tolist()]))
-    return Multiplication(Kind.LINEAR, w, (2,), (1,), (-1,), 0, None, spans=spans,
-                          inputs=lambda k: iter([args[0][slice(*spans[k])]]))
+    return _product(w, (2,), (1,), (-1,), 0, None, spans=spans,
+                    inputs=lambda k: iter([h[slice(*spans[k])]]))
 
 # %% ../../nbs/networks/03_capture.ipynb #61b57c07
 _MATMUL = (torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.matmul, Tensor.mm, Tensor.bmm,
            Tensor.mv, Tensor.__matmul__)
 _ADDMM = torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm
 _GROUPED = [f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f]
-_READERS: dict[Callable, Callable[..., Multiplication | None]] = {
+_READERS: dict[Callable, Callable[[_Invoked], Multiplication | None]] = {
     F.linear: _read_linear, F.embedding: _read_embedding, torch.einsum: _read_einsum,
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _read_conv),
     **dict.fromkeys(_MATMUL, _read_matmul), **dict.fromkeys(_ADDMM, _read_addmm),
     **dict.fromkeys(_GROUPED, _read_grouped)}
-_DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d,
-            F.alpha_dropout, F.feature_alpha_dropout}
+
 
 # %% ../../nbs/networks/03_capture.ipynb #0469f29e
 class Capture(TorchFunctionMode):
     "Inside this block, remember every product of a known weight with its input."
-    def __init__(self,
-                 matrices: list[Matrix], # from `weight_matrices`
-                 fixed: Iterator[Tensor] | tuple = (), # other parameters and buffers of the model
-                 # told each part and its rows of inputs, while they are what they were
-                 on_input: Callable[[Part, Iterator[Tensor]], None] | None = None,
-                ) -> None:
+    def __init__(
+        self,
+        matrices: list[Matrix], # from `weight_matrices`
+        fixed: Iterator[Tensor] | tuple = (), # other parameters and buffers of the model
+        # told each part and its rows of inputs, while they are what they were
+        on_input: Callable[[Part, Iterator[Tensor]], None] | None = None,
+    ) -> None:
         super().__init__()
         self.known: dict[int, list[Matrix]] = {}
         for x in matrices:
@@ -383,22 +446,29 @@ class Capture(TorchFunctionMode):
             with self: return _attention(*args, **kwargs)
         out = func(*args, **kwargs)
         if not isinstance(out, Tensor): return out
-        reader = _READERS.get(func)
-        product = reader(self, args, kwargs, out) if reader else None
-        if product: return _note_product(self, product, out)
-        _note_made(self, func, args, kwargs, out)
-        _note_conditions(self.notes, func, args, kwargs)
-        return out
+        return _noted(func, _Invoked(self, args, kwargs, out))
 
-    def place(self,
-              w: Tensor, # any tensor of the forward pass
-             ) -> Placed | None:
+    def place(
+        self,
+        w: Tensor, # any tensor of the forward pass
+    ) -> Placed | None:
         return _place(self, w)
 
-    def constant(self,
-                 t: Tensor, # any tensor of the forward pass
-                ) -> bool:
+    def constant(
+        self,
+        t: Tensor, # any tensor of the forward pass
+    ) -> bool:
         return _constant(self, t)
+
+# %% ../../nbs/networks/03_capture.ipynb #e23d2401
+def _noted(func: Callable, f: _Invoked) -> Tensor:
+    "Note what a function did; returns its result, with a history if it had none."
+    reader = _READERS.get(func)
+    product = reader(f) if reader else None
+    if product: return _note_product(f.capture, product, f.result)
+    _note_made(func, f)
+    _note_conditions(func, f)
+    return f.result
 
 # %% ../../nbs/networks/03_capture.ipynb #7f96c9ae
 def _made(cap: Capture, t: Tensor) -> Placed | None:
@@ -407,22 +477,26 @@ def _made(cap: Capture, t: Tensor) -> Placed | None:
     return placed if alive is not None and alive() is t else None
 
 # %% ../../nbs/networks/03_capture.ipynb #638ba576
+def _place_of_view(cap: Capture, w: Tensor, base: Tensor) -> Placed | None:
+    "Which entries of which parameter a view of `base` holds."
+    if id(base) in cap.known: return _view_of(w, base)
+    source = _made(cap, base)
+    return source and Placed(source.param, computed=True)
+
+# %% ../../nbs/networks/03_capture.ipynb #ac9cc784
 def _place(cap: Capture, w: Tensor) -> Placed | None:
     "Which entries of which parameter a tensor holds; None when it is no weight."
     if not isinstance(w, Tensor): return None
     if id(w) in cap.known: return Placed(w, 0, _steps(w.shape))
     found = _made(cap, w)
-    base = w._base
-    if found is not None or base is None: return found
-    if id(base) in cap.known: return _view_of(w, base)
-    source = _made(cap, base)
-    return source and Placed(source.param, computed=True)
+    if found is not None or w._base is None: return found
+    return _place_of_view(cap, w, w._base)
 
 # %% ../../nbs/networks/03_capture.ipynb #46c93ab0
 def _constant(cap: Capture, t: object) -> bool:
-    "Whether a tensor is the same for every input: a weight, a buffer, or made of them."
+    "Whether a tensor is the same for every input."
     if not isinstance(t, Tensor): return True
-    if id(t) in cap.fixed or (t._base is not None and id(t._base) in cap.fixed): return True
+    if id(t) in cap.fixed or id(t._base) in cap.fixed: return True
     return cap.place(t) is not None or (t.ndim == 0 and not t.requires_grad)
 
 # %% ../../nbs/networks/03_capture.ipynb #cbcf7ef7
@@ -430,25 +504,30 @@ _COPIES = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
            Tensor.contiguous, Tensor.clone, Tensor.type_as}
 
 # %% ../../nbs/networks/03_capture.ipynb #9386e2ae
-def _note_made(cap: Capture, func: Callable, args: tuple, kwargs: dict, out: Tensor) -> None:
-    "Remember a tensor that was computed from weights and constants alone."
-    given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    sources = [p for t in given if (p := cap.place(t)) is not None]
-    if not sources or id(out) in cap.known or out.ndim == 0: return
-    if out._base is not None and id(out._base) in cap.known: return          # a view is seen as one
-    if not all(cap.constant(t) for t in given): return
+def _is_new(cap: Capture, t: Tensor) -> bool:
+    "Whether a tensor is no parameter and no view of one."
+    return id(t) not in cap.known and id(t._base) not in cap.known
+
+# %% ../../nbs/networks/03_capture.ipynb #3c512063
+def _source(func: Callable, given: list[Tensor], sources: list[Placed], out: Tensor) -> Placed:
+    "Where a computed weight comes from: a copy keeps its place."
     copied = func in _COPIES and sources[0].steps and out.shape == given[0].shape
-    largest = max(sources, key=lambda p: p.param.numel())
-    placed = sources[0] if copied else Placed(largest.param, computed=True)
-    cap.made[id(out)] = ref(out), placed
+    if copied: return sources[0]
+    return Placed(max(sources, key=lambda p: p.param.numel()).param, computed=True)
+
+# %% ../../nbs/networks/03_capture.ipynb #c09d8102
+def _note_made(func: Callable, f: _Invoked) -> None:
+    "Remember a tensor that was computed from weights and constants alone."
+    cap, out = f.capture, f.result
+    given = [t for t in (*f.args, *f.kwargs.values()) if isinstance(t, Tensor)]
+    sources = [p for t in given if (p := cap.place(t)) is not None]
+    if not sources or out.ndim == 0 or not _is_new(cap, out): return
+    if all(cap.constant(t) for t in given):
+        cap.made[id(out)] = ref(out), _source(func, given, sources, out)
 
 # %% ../../nbs/networks/03_capture.ipynb #fa48bef8
-def _use_name(alike: list[Matrix], # the matrices with the same entries
-              spot: Spot, # as they are used now
-              kind: Kind, # by what
-              here: str, # the module that is running
-             ) -> str:
-    "Name of this use: the module that makes it, or how an unnamed one uses the weight."
+def _use_name(alike: list[Matrix], spot: Spot, kind: Kind, here: str) -> str:
+    "Name of a use of the same entries: the module that makes it, or how an unnamed one does."
     same_way = [x for x in alike if x.spot == spot]
     running = [x for x in same_way if x.module == here]
     if running: return running[0].name
@@ -463,22 +542,29 @@ class Piece(NamedTuple):
     high: int # one past the last
 
 # %% ../../nbs/networks/03_capture.ipynb #d45922c6
+def _group_axes(product: Multiplication, placed: Placed) -> Iterator[tuple[int, Strides]]:
+    "Where each group of a product begins in the parameter, and the axes of its outputs."
+    w, groups = product.weight, product.blocks
+    axes = [(w.shape[a], placed.steps[a]) for a in product.rows]
+    if groups == 1:
+        yield placed.offset, merged(axes)
+        return
+    out, step = prod(size for size, _ in axes) // groups, axes[0][1]
+    for k in range(groups):
+        yield placed.offset + k * out * step, merged([(out, step)])
+
+# %% ../../nbs/networks/03_capture.ipynb #1b579536
 def _blocks_of(product: Multiplication, placed: Placed) -> Iterator[Piece]:
     "The matrices of a product: one, or one for each group or each index of a stack."
-    w, steps = product.weight, placed.steps
+    w, steps, stack = product.weight, placed.steps, product.stack
     columns = merged([(w.shape[a], steps[a]) for a in product.columns])
     out = prod(w.shape[a] for a in product.rows) // product.blocks
-    for k in range(product.blocks):
-        axes = [(w.shape[a], steps[a]) for a in product.rows]
-        start = placed.offset + k * out * axes[0][1] if product.blocks > 1 else placed.offset
-        if product.blocks > 1:
-            axes = [(out, axes[0][1])]
-        if product.stack is None:
-            yield Piece(Spot(start, merged(axes), columns), 0, k * out, (k + 1) * out)
+    for k, (start, rows) in enumerate(_group_axes(product, placed)):
+        if stack is None:
+            yield Piece(Spot(start, rows, columns), 0, k * out, (k + 1) * out)
             continue
-        for i in range(w.shape[product.stack]):
-            spot = Spot(start + i * steps[product.stack], merged(axes), columns)
-            yield Piece(spot, i, 0, out)
+        for i in range(w.shape[stack]):
+            yield Piece(Spot(start + i * steps[stack], rows, columns), i, 0, out)
 
 # %% ../../nbs/networks/03_capture.ipynb #18328826
 def _inside(x: Matrix, spot: Spot) -> tuple[int, int] | None: # low, high
@@ -493,48 +579,75 @@ def _inside(x: Matrix, spot: Spot) -> tuple[int, int] | None: # low, high
 # %% ../../nbs/networks/03_capture.ipynb #cc152b36
 def _slice_name(x: Matrix, spot: Spot, kind: Kind) -> str:
     "A name for a slice of a matrix: the index of a stack, or its rows and columns."
-    shape = x.param.shape
-    if prod(spot.shape) == x.param.numel(): return f"{x.name} as {kind}"
-    step = prod(x.param.shape[1:])
-    if len(shape) > 2 and prod(spot.shape) == step and spot.offset % step == 0:
-        return f"{x.name}[{spot.offset // step}]"
-    (i, j), (a, b) = divmod(spot.offset, step), spot.shape
-    high = (a, b) if spot.columns[-1:] and spot.columns[-1][1] == 1 else (b, a)
-    return f"{x.name}[{i}:{i + high[0]}, {j}:{j + high[1]}]"
+    size, step = prod(spot.shape), prod(x.param.shape[1:])
+    if size == x.param.numel(): return f"{x.name} as {kind}"
+    i, j = divmod(spot.offset, step)
+    if x.param.ndim > 2 and size == step and j == 0: return f"{x.name}[{i}]"
+    plain = spot.columns[-1:] and spot.columns[-1][1] == 1
+    a, b = spot.shape if plain else spot.shape[::-1]
+    return f"{x.name}[{i}:{i + a}, {j}:{j + b}]"
+
+# %% ../../nbs/networks/03_capture.ipynb #81c171f6
+def _part(use: str, x: Matrix, kind: Kind, b: Piece) -> Part:
+    "A part that is the whole of a block."
+    return Part(use, x, kind, b.low, b.high, b.spot, b.stack)
 
 # %% ../../nbs/networks/03_capture.ipynb #b9567b7a
-def _parts_of(cap: Capture, kind: Kind, known: list[Matrix], b: Piece) -> Iterator[Part]:
-    "The matrices inside one block, with the outputs that belong to each."
-    alike = [x for x in known if b.spot in (x.spot, x.spot.T)]
-    if alike:
-        use = _use_name(alike, b.spot, kind, cap.here)
-        yield Part(use, alike[0], kind, b.low, b.high, b.spot, b.stack)
-        return
-    rows: dict[tuple[int, int], list[Matrix]] = {}               # tied modules name the same rows
+def _rows_inside(known: list[Matrix], spot: Spot) -> dict[tuple[int, int], list[Matrix]]:
+    "The matrices that are rows of a block; tied modules name the same rows."
+    rows: dict[tuple[int, int], list[Matrix]] = {}
     for x in known:
-        if (found := _inside(x, b.spot)) is not None:
+        if (found := _inside(x, spot)) is not None:
             rows.setdefault(found, []).append(x)
-    for (low, high), same in rows.items():
-        use = _use_name(same, same[0].spot, kind, cap.here)
-        yield Part(use, same[0], kind, b.low + low, b.low + high, same[0].spot, b.stack)
-    if rows: return
-    owner = [x for x in known if x.spot.offset <= b.spot.offset][-1:] or known[:1]
-    use = _slice_name(owner[0], b.spot, kind)
-    yield Part(use, owner[0], kind, b.low, b.high, b.spot, b.stack)
+    return rows
+
+# %% ../../nbs/networks/03_capture.ipynb #8221495f
+def _whole_part(cap: Capture, kind: Kind, known: list[Matrix], b: Piece) -> Part | None:
+    "The known matrix that a block is, if any."
+    alike = [x for x in known if b.spot in (x.spot, x.spot.T)]
+    if not alike: return None
+    return _part(_use_name(alike, b.spot, kind, cap.here), alike[0], kind, b)
+
+# %% ../../nbs/networks/03_capture.ipynb #768180cb
+def _packed_parts(cap: Capture, kind: Kind, known: list[Matrix], b: Piece) -> list[Part]:
+    "The matrices that a block contains, each with its outputs."
+    parts = []
+    for (low, high), same in _rows_inside(known, b.spot).items():
+        x, use = same[0], _use_name(same, same[0].spot, kind, cap.here)
+        parts.append(Part(use, x, kind, b.low + low, b.low + high, x.spot, b.stack))
+    return parts
+
+# %% ../../nbs/networks/03_capture.ipynb #b4183e86
+def _slice_part(kind: Kind, known: list[Matrix], b: Piece) -> Part:
+    "A slice of the last matrix that begins before it."
+    before = [x for x in known if x.spot.offset <= b.spot.offset]
+    x = before[-1] if before else known[0]
+    return _part(_slice_name(x, b.spot, kind), x, kind, b)
+
+# %% ../../nbs/networks/03_capture.ipynb #2b1f88fc
+def _parts_of(cap: Capture, kind: Kind, known: list[Matrix], b: Piece) -> list[Part]:
+    "The matrices inside one block, each with its outputs."
+    whole = _whole_part(cap, kind, known, b)
+    if whole: return [whole]
+    return _packed_parts(cap, kind, known, b) or [_slice_part(kind, known, b)]
 
 # %% ../../nbs/networks/03_capture.ipynb #686c3366
+def _as_matrix(product: Multiplication) -> Tensor:
+    "The values of a weight as a d' × d matrix."
+    W = product.weight.detach().permute(*product.rows, *product.columns)
+    return W.reshape(prod(product.weight.shape[a] for a in product.rows), -1)
+
+# %% ../../nbs/networks/03_capture.ipynb #6e915fe8
 def _computed_parts(product: Multiplication, known: list[Matrix]) -> Iterator[Part]:
     "The matrices of a weight that is computed: it holds its own values."
     if product.stack is not None: return
-    W = product.weight.detach().permute(*product.rows, *product.columns)
-    W = W.reshape(prod(product.weight.shape[a] for a in product.rows), -1)
-    out = len(W) // product.blocks
-    for k in range(product.blocks):
-        x = known[k] if len(known) == product.blocks else known[0]
-        label = f"[{k}]" if product.blocks > len(known) else ""
+    W, groups = _as_matrix(product), product.blocks
+    out = len(W) // groups
+    for k in range(groups):
+        x = known[k] if len(known) == groups else known[0]
+        label = f"[{k}]" if groups > len(known) else ""
         low, high = k * out, (k + 1) * out
-        use = f"{x.name} as computed{label}"
-        yield Part(use, x, product.kind, low, high, weight=W[low:high])
+        yield Part(f"{x.name} as computed{label}", x, product.kind, low, high, weight=W[low:high])
 
 # %% ../../nbs/networks/03_capture.ipynb #466f6358
 def _parts(cap: Capture, product: Multiplication) -> list[Part]:
@@ -547,31 +660,40 @@ def _parts(cap: Capture, product: Multiplication) -> list[Part]:
     return [p for b in blocks for p in _parts_of(cap, product.kind, known, b)]
 
 # %% ../../nbs/networks/03_capture.ipynb #851ae9cb
-def _tell_inputs(cap: Capture, product: Multiplication, parts: list[Part]) -> None:
-    "Pass on the inputs of each matrix, if they are wanted: a later step may change them in place."
-    if cap.on_input is None or product.inputs is None: return
+def _group_of(product: Multiplication, part: Part) -> int:
+    "Which matrix of a stack, or which group, a part belongs to."
+    if product.stack is not None: return part.stack
     outputs = prod(product.weight.shape[a] for a in product.rows)
-    with torch.no_grad():
-        for p in parts:
-            k = p.low * product.blocks // outputs if product.stack is None else p.stack
-            cap.on_input(p, product.inputs(k))
+    return part.low * product.blocks // outputs
 
-# %% ../../nbs/networks/03_capture.ipynb #e2d007e8
-def _note_product(self: Capture, product: Multiplication, z: Tensor) -> Tensor:
-    "Note one product; returns z, with a history if it had none."
-    parts = _parts(self, product)
-    if not parts: return z
-    names = [p.matrix.name for p in parts]
-    self.notes.order.update(dict.fromkeys(names))
-    if not torch.is_grad_enabled():
-        self.notes.blind.update(names)
-        return z
-    _tell_inputs(self, product, parts)
+# %% ../../nbs/networks/03_capture.ipynb #d9efa472
+def _tell_inputs(cap: Capture, product: Multiplication, parts: list[Part]) -> None:
+    "Pass on the inputs of each matrix, if they are wanted."
+    if cap.on_input is None or product.inputs is None: return
+    with torch.no_grad():
+        for part in parts:
+            cap.on_input(part, product.inputs(_group_of(product, part)))
+
+# %% ../../nbs/networks/03_capture.ipynb #c7cd5476
+def _note_call(cap: Capture, product: Multiplication, parts: list[Part], z: Tensor) -> Tensor:
+    "Note where the gradient of a product arrives; returns the z to go on with."
+    _tell_inputs(cap, product, parts)
     at, z = _edge(z, product.outs)
     call = Call(at, product.outs, parts, product.keep, product.along, product.spans)
-    self.notes.calls.append(call)
-    self.notes.outputs.append((ref(z), parts))
-    self.notes.add(Seen(parts={p.use: p for p in parts}))
+    cap.notes.calls.append(call)
+    cap.notes.outputs.append((ref(z), parts))
+    cap.notes.add(Seen(parts={p.use: p for p in parts}))
+    return z
+
+# %% ../../nbs/networks/03_capture.ipynb #e2d007e8
+def _note_product(cap: Capture, product: Multiplication, z: Tensor) -> Tensor:
+    "Note one product; returns z, with a history if it had none."
+    parts = _parts(cap, product)
+    if not parts: return z
+    names = [p.matrix.name for p in parts]
+    cap.notes.order.update(dict.fromkeys(names))
+    if torch.is_grad_enabled(): return _note_call(cap, product, parts, z)
+    cap.notes.blind.update(names)
     return z
 
 # %% ../../nbs/networks/03_capture.ipynb #3f682dd4
@@ -588,25 +710,34 @@ def _note_norm(notes: Notes, x: Tensor) -> None:
         if z is not None and _is_view_of(x, z):
             notes.normalised.update(p.matrix.name for p in parts)
 
+# %% ../../nbs/networks/03_capture.ipynb #f41f343d
+_DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d,
+            F.alpha_dropout, F.feature_alpha_dropout}
+
 # %% ../../nbs/networks/03_capture.ipynb #f09b5888
-def _note_conditions(notes: Notes, func: Callable, args: tuple, kwargs: dict) -> None:
+def _note_conditions(func: Callable, f: _Invoked) -> None:
     "Note batch-norm and dropout, which decide whether FACT can hold."
+    notes = f.capture.notes
     if func in (F.batch_norm, F.instance_norm):
-        _note_norm(notes, _argument(args, kwargs, 0, "input"))
+        _note_norm(notes, f.argument(0, "input"))
     elif func is F.scaled_dot_product_attention:
-        notes.dropout |= _argument(args, kwargs, 4, "dropout_p", 0.) > 0
+        notes.dropout |= f.argument(4, "dropout_p", 0.) > 0
     elif func in _DROPOUT:
-        notes.dropout |= _argument(args, kwargs, 1, "p", .5) > 0
+        notes.dropout |= f.argument(1, "p", .5) > 0
 
 # %% ../../nbs/networks/03_capture.ipynb #faacb618
-def naming(model: nn.Module, # whose modules are named
-           capture: Capture, # that is told
-          ) -> Iterator[torch.utils.hooks.RemovableHandle]: # the hooks, to be removed
+def _telling(capture: Capture, name: str) -> Callable[[nn.Module, Any], None]:
+    "A hook that tells a capture which module runs."
+    def tell(module: nn.Module, args: Any) -> None: capture.here = name
+    return tell
+
+# %% ../../nbs/networks/03_capture.ipynb #cce82345
+def naming(
+    model: nn.Module, # whose modules are named
+    capture: Capture, # that is told
+) -> Iterator[torch.utils.hooks.RemovableHandle]: # the hooks, to be removed
     "Tell the capture which module is running, for modules that share a weight."
-    def enter(name: str) -> Callable[[nn.Module, Any], None]:
-        def note(module: nn.Module, args: Any) -> None: capture.here = name
-        return note
     for matrices in capture.known.values():
         modules = {x.module for x in matrices}
         for name in modules if len(modules) > 1 else ():
-            yield model.get_submodule(name).register_forward_pre_hook(enter(name))
+            yield model.get_submodule(name).register_forward_pre_hook(_telling(capture, name))

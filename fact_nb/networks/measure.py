@@ -15,54 +15,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .accumulate import GROUPS, Measurement, Options, Slot, gradient_slot
-from .accumulate import needs_gradient, settle, share, side_obstacle, stream, width
+from .accumulate import GROUPS, Measurement, Options, Slot, gradient_quantities
+from .accumulate import gradient_slot, needs_gradient, settle, share, side_obstacle
+from .accumulate import stream, width
 from .capture import Part
 from .decoupled import gradient_sizes
 from .processes import as_if_alone, assembled, in_pieces, unwrapped
-from .quantities import QUANTITIES, Quantity, Side, Source, gram, mirror_
-from .quantities import pull_back, target, wanted
+from .quantities import DATA_FREE, FROM_GRADIENT, QUANTITIES, Quantity, Side, Source
+from .quantities import gram, mirror_, pull_back, target, wanted
 from .report import Layer, Outer, Report, Use, summarised
 from .side_effects import has_batch_norm, has_dropout, measuring, warn_of_modes
 from .weights import Kind, Matrix, Missing, Reason, Spot, chosen, decay_of
-from .weights import split_matrices, tie_groups, weight_matrices
+from .weights import require_module, split_matrices, tie_groups, weight_matrices
 
 # %% ../../nbs/networks/00_measure.ipynb #ab081142
-def measure(model: nn.Module, # any model; left exactly as it was
-            # loss_fn(output, target) → mean over the batch; leave it out for the model's own .loss:
-            # measure(model, loader, weight_decay=…)
-            loss_fn: Callable[[Tensor, Tensor], Tensor] | Iterable,
-            # yields batches (input, target), dictionaries, or whatever forward= takes
-            loader: Iterable | None = None,
-            # λ: one number, layer → number, or the optimizer used in training
-            weight_decay: float | Mapping | torch.optim.Optimizer | None = None,
-            # names of the registry; fewer cost less; cnfm cagop hcov bhcov fact_adamw on demand
-            quantities: Iterable[str] | None = None,
-            # "eval", "train" (dropout averaged over masks), or "keep" the modes as they are
-            mode: str = "eval",
-            # "exact": a backward pass per output; "sketch": one per probe; "auto": see passes
-            agop: str = "auto",
-            probes: int = 16, # random sign vectors of the sketch
-            masks: int = 8, # dropout masks averaged per batch in mode="train"
-            # batch → (output, target), for other batch shapes
-            forward: Callable[[object], tuple[Tensor, object]] | None = None,
-            # (output, target) → what loss_fn averaged over; found out by default
-            weight: Callable[[Tensor, object], float] | None = None,
-            max_dim: int = 8192, # a side larger than this is listed, not formed
-            embedding: str = "left", # an embedding's d × d side, or "both": also V × V
-            accumulate: torch.dtype | None = None, # precision of the sums; the model's by default
-            distributed: bool = True, # combine all processes when torch.distributed is initialised
-            seed: int = 0, # of dropout masks and probes; your random state is not touched
-            layers: str | Iterable[str] | None = None, # names or patterns such as "*.mlp.*"
-            # pattern → k: cut these matrices into k blocks of outputs, {"*.c_attn": 3} say
-            split: Mapping[str, int] | None = None,
-            passes: int = 256, # agop="auto" is exact up to so many backward passes a batch
-            keep: str = "matrices", # or "summary": numbers only, for models that fill the memory
-            # the weights before training, a copied state_dict: adds the centred NFC
-            start: Mapping[str, Tensor] | None = None,
-            # AdamW, after training: its state gives fact_adamw, its groups λ if none is named
-            optimizer: torch.optim.Optimizer | None = None,
-           ) -> Report: # one entry per weight matrix: rep["0"].fact, rep.table(), rep.plot()
+def measure(
+    model: nn.Module, # any model; left exactly as it was
+    # loss_fn(output, target) → mean over the batch; leave it out for the model's own .loss:
+    # measure(model, loader, weight_decay=…)
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | Iterable,
+    # yields batches (input, target), dictionaries, or whatever forward= takes
+    loader: Iterable | None = None,
+    # λ: one number, layer → number, or the optimizer used in training
+    weight_decay: float | Mapping | torch.optim.Optimizer | None = None,
+    # names of the registry; fewer cost less; cnfm cagop hcov bhcov fact_adamw on demand
+    quantities: Iterable[str] | None = None,
+    # "eval", "train" (dropout averaged over masks), or "keep" the modes as they are
+    mode: str = "eval",
+    # "exact": a backward pass per output; "sketch": one per probe; "auto": see passes
+    agop: str = "auto",
+    probes: int = 16, # random sign vectors of the sketch
+    masks: int = 8, # dropout masks averaged per batch in mode="train"
+    # batch → (output, target), for other batch shapes
+    forward: Callable[[object], tuple[Tensor, object]] | None = None,
+    # (output, target) → what loss_fn averaged over; found out by default
+    weight: Callable[[Tensor, object], float] | None = None,
+    max_dim: int = 8192, # a side larger than this is listed, not formed
+    embedding: str = "left", # an embedding's d × d side, or "both": also V × V
+    accumulate: torch.dtype | None = None, # precision of the sums; the model's by default
+    distributed: bool = True, # combine all processes when torch.distributed is initialised
+    seed: int = 0, # of dropout masks and probes; your random state is not touched
+    layers: str | Iterable[str] | None = None, # names or patterns such as "*.mlp.*"
+    # pattern → k: cut these matrices into k blocks of outputs, {"*.c_attn": 3} say
+    split: Mapping[str, int] | None = None,
+    passes: int = 256, # agop="auto" is exact up to so many backward passes a batch
+    keep: str = "matrices", # or "summary": numbers only, for models that fill the memory
+    # the weights before training, a copied state_dict: adds the centred NFC
+    start: Mapping[str, Tensor] | None = None,
+    # AdamW, after training: its state gives fact_adamw, its groups λ if none is named
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Report: # one entry per weight matrix: rep["0"].fact, rep.table(), rep.plot()
     "Measure FACT, AGOP and eNFA, forward and backward, of every weight matrix of a model."
     fn, loader, decay = _sorted_out(model, loss_fn, loader, weight_decay, optimizer)
     want = _asked_for(quantities, start is not None, optimizer)
@@ -82,63 +84,71 @@ def measure(model: nn.Module, # any model; left exactly as it was
         return _report(run, skipped)
 
 # %% ../../nbs/networks/00_measure.ipynb #e443ec0e
-def _sorted_out(model: object, # only checked
-                loss_fn: object, # a loss, or a loader in its place
-                loader: object, # a loader, or a weight decay in its place
-                decay: object, # of any form
-                optimizer: object = None, # has a decay, if none is named
-               ) -> tuple:
+def _in_place(loss_fn: object, loader: object, decay: object) -> tuple:
+    "Loss, loader and decay, each in its place also when the loss was left out."
+    if callable(loss_fn): return loss_fn, loader, decay
+    if loader is not None and decay is not None:
+        raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}: "
+                        "leave it out to use the model's own .loss")
+    return None, loss_fn, loader if decay is None else decay
+
+# %% ../../nbs/networks/00_measure.ipynb #771defa6
+def _known_decay(decay: object, optimizer: object) -> object:
+    "The decay that was named, else the optimizer, which has one."
+    if decay is not None: return decay
+    if optimizer is not None: return optimizer
+    raise TypeError("weight_decay is missing: pass the λ of training, such as 1e-4, "
+                    "a mapping layer → λ, or the optimizer")
+
+# %% ../../nbs/networks/00_measure.ipynb #1a4d4270
+def _sorted_out(model: object, loss_fn: object, loader: object, decay: object,
+                optimizer: object = None) -> tuple:
     "Loss (None: the model's own), loader and weight decay, whichever way they were given."
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not callable(loss_fn):
-        if loader is not None and decay is not None:
-            raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}: "
-                            "leave it out to use the model's own .loss")
-        loss_fn, loader, decay = None, loss_fn, loader if decay is None else decay
+    require_module(model)
+    loss_fn, loader, decay = _in_place(loss_fn, loader, decay)
     if loader is None: raise TypeError("the loader is missing: measure(model, loss_fn, loader, …)")
-    decay = optimizer if decay is None else decay
-    if decay is None:
-        raise TypeError("weight_decay is missing: pass the λ of training, such as 1e-4, "
-                        "a mapping layer → λ, or the optimizer")
-    return loss_fn, loader, decay
+    return loss_fn, loader, _known_decay(decay, optimizer)
 
 # %% ../../nbs/networks/00_measure.ipynb #12240d48
-def _asked_for(quantities: Iterable[str] | None, # names; all by default
-               started: bool, # the weights before training are known
-               optimizer: object, # or None
-              ) -> tuple[str, ...]:
+def _asked_for(quantities: Iterable[str] | None, started: bool,
+               optimizer: object) -> tuple[str, ...]:
     "The quantities to measure, with those of the optimizer's state where it was passed."
     want = wanted(quantities, started)
     of_state = tuple(q.name for q in QUANTITIES.values() if q.source is Source.STEP)
-    if quantities is None and optimizer is not None: return want + of_state
-    if optimizer is not None or not set(of_state) & set(want): return want
+    if optimizer is not None: return want + of_state if quantities is None else want
+    if not set(of_state) & set(want): return want
     raise ValueError(f"{', '.join(of_state)} need the state of AdamW: pass optimizer=, the one "
                      "that trained the model")
 
 # %% ../../nbs/networks/00_measure.ipynb #7ce885de
-def _named(model: nn.Module, # without wrappers, its weights perhaps in pieces
-           decay: float | Mapping | torch.optim.Optimizer, # in any of its forms
-           quiet: bool = False, # do not warn of a preconditioner
-          ) -> float | Mapping | torch.optim.Optimizer:
+_Decay = float | Mapping | torch.optim.Optimizer # one number, layer → number, or who knows it
+
+def _named(model: nn.Module, decay: _Decay, quiet: bool = False) -> _Decay:
     "The decay in a form that does not depend on which tensors hold the weights."
-    by_tensor = isinstance(decay, torch.optim.Optimizer) and in_pieces(model)
-    return decay_of(decay, weight_matrices(model)[0], quiet) if by_tensor else decay
+    if not isinstance(decay, torch.optim.Optimizer) or not in_pieces(model): return decay
+    return decay_of(decay, weight_matrices(model)[0], quiet)
 
 # %% ../../nbs/networks/00_measure.ipynb #4f9dc93d
-def _check_model(model: nn.Module, loss_fn: Callable | None, matrices: list[Matrix],
-                 skipped: dict[str, Missing]) -> None:
-    "Raise on a model or a loss that cannot be measured."
+def _check_reduction(loss_fn: Callable | None) -> None:
+    "Raise on a loss that says of itself that it is no mean."
     reduction = getattr(loss_fn, "reduction", "mean")
-    if reduction != "mean":
-        raise ValueError(f"loss_fn has reduction={reduction!r}: "
-                         "FACT needs the mean over the batch, reduction='mean'")
-    if not matrices:
-        why = f": { {k: str(v) for k, v in skipped.items()} }" if skipped else ""
-        raise ValueError(f"the model has no weight matrix to measure{why}")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: its weights have no values; "
-                         "load them first")
+    if reduction == "mean": return
+    raise ValueError(f"loss_fn has reduction={reduction!r}: "
+                     "FACT needs the mean over the batch, reduction='mean'")
+
+# %% ../../nbs/networks/00_measure.ipynb #bdc1e003
+def _check_any(matrices: list[Matrix], skipped: dict[str, Missing]) -> None:
+    "Raise when there is nothing to measure."
+    if matrices: return
+    why = f": { {k: str(v) for k, v in skipped.items()} }" if skipped else ""
+    raise ValueError(f"the model has no weight matrix to measure{why}")
+
+# %% ../../nbs/networks/00_measure.ipynb #8fb4a908
+def _check_values(model: nn.Module) -> None:
+    "Raise when the weights were never filled."
+    if not any(p.is_meta for p in model.parameters()): return
+    raise ValueError("the model is on the meta device: its weights have no values; "
+                     "load them first")
 
 # %% ../../nbs/networks/00_measure.ipynb #f3d1a3e7
 def _check_decay(want: tuple[str, ...], lam: dict[str, float]) -> None:
@@ -147,26 +157,29 @@ def _check_decay(want: tuple[str, ...], lam: dict[str, float]) -> None:
     raise ValueError("FACT was asked for with weight_decay 0: it divides by weight_decay. Leave it "
                      "out of quantities=, or pass the decay used in training")
 
+# %% ../../nbs/networks/00_measure.ipynb #0e88d8a3
+def _tie_decay(lam: dict[str, float], groups: dict[str, list[Matrix]]) -> None:
+    "Give each entry the decay of whichever of its modules was named."
+    for entry, tied in groups.items():
+        lam[entry] = max(lam[x.name] for x in tied)
+
 # %% ../../nbs/networks/00_measure.ipynb #c8d25e2c
-def _prepared(model: nn.Module, # without wrappers
-              loss_fn: Callable | None, # mean loss of a batch; None: the model's own
-              decay: float | Mapping | torch.optim.Optimizer, # in any of its forms
-              want: tuple[str, ...], # names of quantities
-              explicit: bool, # whether the caller chose them
-              options: Options, # checked already
-              layers: str | Iterable[str] | None = None, # which
-              split: Mapping[str, int] | None = None, # into blocks
-              quiet: bool = False, # do not warn of a preconditioner
-             ) -> tuple[Measurement, dict[str, Missing]]:
+def _prepared(
+    model: nn.Module, loss_fn: Callable | None, decay: _Decay, want: tuple[str, ...],
+    explicit: bool, # whether the caller chose the quantities
+    options: Options, layers: str | Iterable[str] | None, split: Mapping[str, int] | None,
+    quiet: bool, # do not warn of a preconditioner
+) -> tuple[Measurement, dict[str, Missing]]:
     "A run that has not started, after all checks that need no data; and what is skipped already."
     found, skipped = weight_matrices(model)
-    _check_model(model, loss_fn, found, skipped)
+    _check_reduction(loss_fn)
+    _check_any(found, skipped)
+    _check_values(model)
     every = split_matrices(found, split)
     lam = decay_of(decay, every, quiet)
     matrices = chosen(every, layers)
     groups = tie_groups(matrices)
-    for entry, tied in groups.items():          # a tied weight may be named by any of its modules
-        lam[entry] = max(lam[x.name] for x in tied)
+    _tie_decay(lam, groups)
     if explicit:
         _check_decay(want, lam)
     return Measurement(model, loss_fn, matrices, groups, lam, want, options), skipped
@@ -177,33 +190,45 @@ def _bare_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 # %% ../../nbs/networks/00_measure.ipynb #10f2a65e
-def _check_started(run: Measurement, start: Mapping | None) -> None:
-    "Raise when the change is asked for and the start is not known."
+def _check_start_is_given(run: Measurement) -> None:
+    "Raise when the change is asked for, since there is no start."
     asked = [q for q in run.want if QUANTITIES[q].change]
-    if start is None and asked:
-        raise ValueError(f"{asked[0]} needs the weights before training: pass start=, "
-                         "a copy of model.state_dict() from then")
-    if start is not None and not isinstance(start, Mapping):
-        raise TypeError("start must be a state_dict from before training, "
-                        f"not a {type(start).__name__}")
+    if not asked: return
+    raise ValueError(f"{asked[0]} needs the weights before training: pass start=, "
+                     "a copy of model.state_dict() from then")
+
+# %% ../../nbs/networks/00_measure.ipynb #7a241df2
+def _by_bare_name(start: object) -> dict[str, Tensor]:
+    "The weights before training, by the names that parameters have in the model."
+    if isinstance(start, Mapping): return {_bare_name(name): t for name, t in start.items()}
+    raise TypeError("start must be a state_dict from before training, "
+                    f"not a {type(start).__name__}")
+
+# %% ../../nbs/networks/00_measure.ipynb #ca3300f7
+def _check_shapes(given: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+    "Raise when a parameter of the model has no values before training."
+    for name, p in params.items():
+        if name in given and given[name].shape == p.shape: continue
+        raise ValueError(f"start has no {name!r} of the model's shape: pass a copy of "
+                         "model.state_dict() from before training")
+
+# %% ../../nbs/networks/00_measure.ipynb #eb5c4ffe
+def _check_copied(held: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+    "Raise when the start is the model's own memory."
+    if any(held[name].data_ptr() != p.data_ptr() for name, p in params.items()): return
+    raise ValueError("start is the model's own state and changes with it: copy it before "
+                     "training, copy.deepcopy(model.state_dict())")
 
 # %% ../../nbs/networks/00_measure.ipynb #cbd1842e
-def _started(run: Measurement, # what is asked for
-             start: Mapping[str, Tensor] | None, # by the names of the parameters
-            ) -> dict[int, Tensor]: # id of a parameter → its values before training
-    "The weights before training, checked."
-    _check_started(run, start)
-    if start is None: return {}
-    given = {_bare_name(name): t for name, t in start.items()}
-    params = dict(run.model.named_parameters())
-    gone = [name for name, p in params.items() if name not in given or given[name].shape != p.shape]
-    if gone:
-        raise ValueError(f"start has no {gone[0]!r} of the model's shape: pass a copy of "
-                         "model.state_dict() from before training")
+def _started(run: Measurement, start: Mapping[str, Tensor] | None) -> dict[int, Tensor]:
+    "The weights before training, checked, by the id of their parameter."
+    if start is None:
+        _check_start_is_given(run)
+        return {}
+    given, params = _by_bare_name(start), dict(run.model.named_parameters())
+    _check_shapes(given, params)
     held = {name: assembled(given[name].detach()) for name in params}
-    if all(held[name].data_ptr() == p.data_ptr() for name, p in params.items()):
-        raise ValueError("start is the model's own state and changes with it: copy it before "
-                         "training, copy.deepcopy(model.state_dict())")
+    _check_copied(held, params)
     return {id(p): held[name] for name, p in params.items()}
 
 # %% ../../nbs/networks/00_measure.ipynb #cb143976
@@ -220,30 +245,44 @@ def _masks(run: Measurement) -> int:
     return run.options.masks if trains else 1
 
 # %% ../../nbs/networks/00_measure.ipynb #e95d724f
+def _stream_together(run: Measurement, loader: Iterable, masks: int) -> None:
+    "Go through this process's data; a failure is told to the others first."
+    error: Exception | None = None
+    try:
+        stream(run, loader, masks)
+    except Exception as e:
+        error = e
+    share(run, error)
+
+# %% ../../nbs/networks/00_measure.ipynb #d10cdc36
 def _measured(run: Measurement, loader: Iterable) -> None:
     "Go through the data with the model in the chosen mode, leaving no trace."
-    options, several = run.options, _several(run.options)
-    masks, rank = _masks(run), dist.get_rank() if several else 0
+    several, masks = _several(run.options), _masks(run)
+    seed = run.options.seed + (dist.get_rank() if several else 0)
     run.seen.dropout = has_dropout(run.model)
-    error: Exception | None = None
-    with measuring(run.model, loader, options.mode, options.seed + rank):
-        try:
-            stream(run, loader, masks)
-        except Exception as e:
-            if not several: raise
-            error = e
-        if several:
-            share(run, error)
-    _check_sums(run)
+    with measuring(run.model, loader, run.options.mode, seed):
+        go = _stream_together if several else stream
+        go(run, loader, masks)
+    _check_finite(run)
+    _check_counted(run)
 
 # %% ../../nbs/networks/00_measure.ipynb #2ad2e344
-def _check_sums(run: Measurement) -> None:
-    "Raise when nothing was measured, or something that is no number."
+def _not_finite(run: Measurement) -> Slot | None:
+    "The first sum that is no number, or None."
     found = run.sums | {slot: G for slot, (G, _) in run.first.items()}
-    bad = next((slot for slot, S in found.items() if not torch.isfinite(S.sum())), None)
-    if bad:
-        raise ValueError(f"the gradients of layer {bad.use!r} contain nan or inf "
-                         "although the loss is finite")
+    return next((slot for slot, S in found.items() if not torch.isfinite(S.sum())), None)
+
+# %% ../../nbs/networks/00_measure.ipynb #951620d9
+def _check_finite(run: Measurement) -> None:
+    "Raise when a sum is no number."
+    bad = _not_finite(run)
+    if bad is None: return
+    raise ValueError(f"the gradients of layer {bad.use!r} contain nan or inf "
+                     "although the loss is finite")
+
+# %% ../../nbs/networks/00_measure.ipynb #9d4eaea1
+def _check_counted(run: Measurement) -> None:
+    "Raise when nothing was measured."
     if not run.total.n:
         raise ValueError("the loader yielded no samples: nothing to measure "
                          "(a generator that was used up?)")
@@ -252,31 +291,35 @@ def _check_sums(run: Measurement) -> None:
                          "return what loss_fn averaged over, or leave weight= out")
 
 # %% ../../nbs/networks/00_measure.ipynb #bd8d279c
-def _why_missing(run: Measurement, # what was asked for
-                 x: Matrix, # whose quantity is meant
-                 q: Quantity, # which
-                 kind: Kind, # how it is used
-                 shape: tuple[int, ...], # d' × d
-                ) -> Missing | None:
-    "Why a quantity of a matrix does not exist, or None."
-    free = q.source in (Source.WEIGHT, Source.CHANGE)
+def _not_wanted(run: Measurement, q: Quantity) -> Missing | None:
+    "Why a quantity was not measured for any matrix, or None."
     if q.change and not run.start: return Reason.NO_START()
-    if q.name not in run.want and not free: return Reason.NOT_ASKED()
-    of_gradient = q.source in (Source.GRADIENT, Source.STEP)
-    if of_gradient and not x.param.requires_grad: return Reason.FROZEN()
-    if q.decays and not run.decay[x.name] > 0: return Reason.NO_DECAY()
-    either = [side_obstacle(run.options, s, kind, shape) for s in (q.side, q.summed)]
-    return next((why for why in either if why), None)
+    asked = q.name in run.want or q.source in DATA_FREE
+    return None if asked else Reason.NOT_ASKED()
+
+# %% ../../nbs/networks/00_measure.ipynb #a5199ef0
+def _not_defined(run: Measurement, x: Matrix, q: Quantity) -> Missing | None:
+    "Why a quantity is not defined for a matrix, or None."
+    if q.source in FROM_GRADIENT and not x.param.requires_grad: return Reason.FROZEN()
+    return Reason.NO_DECAY() if q.decays and not run.decay[x.name] > 0 else None
+
+# %% ../../nbs/networks/00_measure.ipynb #fc984577
+def _not_formed(run: Measurement, used: Part | Matrix, q: Quantity) -> Missing | None:
+    "Why a side that a quantity needs is not formed, or None."
+    sides = q.side, q.summed
+    found = [side_obstacle(run.options, s, used.kind, used.shape) for s in sides]
+    return found[0] or found[1]
 
 # %% ../../nbs/networks/00_measure.ipynb #e864e83e
-def _missing(run: Measurement, # what was asked for
-             x: Matrix, # whose quantities are meant
-             kind: Kind, # how it is used
-             shape: tuple[int, ...], # d' × d
-            ) -> dict[str, Missing]:
+def _why_missing(run: Measurement, x: Matrix, used: Part | Matrix, q: Quantity) -> Missing | None:
+    "The first reason why a quantity of a matrix does not exist, or None."
+    return _not_wanted(run, q) or _not_defined(run, x, q) or _not_formed(run, used, q)
+
+# %% ../../nbs/networks/00_measure.ipynb #02215fc3
+def _missing(run: Measurement, x: Matrix, used: Part | Matrix) -> dict[str, Missing]:
     "The quantities that do not exist for a matrix, each with the reason."
-    found = {q.name: _why_missing(run, x, q, kind, shape) for q in QUANTITIES.values()}
-    return {name: why for name, why in found.items() if why}
+    whys = {q.name: _why_missing(run, x, used, q) for q in QUANTITIES.values()}
+    return {name: why for name, why in whys.items() if why}
 
 # %% ../../nbs/networks/00_measure.ipynb #d2e60e0a
 class _Copies:
@@ -288,82 +331,73 @@ class _Copies:
 
     def __call__(self, p: Tensor) -> Tensor:
         "The values of a parameter in the precision of the sums."
-        value = p.detach()
-        if not self.lasting: return value.to(width(self.run, value))
-        if id(p) not in self.made:
-            self.made[id(p)] = value.to(width(self.run, value), copy=True)
-        return self.made[id(p)]
+        if id(p) in self.made: return self.made[id(p)]
+        value = p.detach().to(width(self.run, p), copy=self.lasting)
+        if self.lasting:
+            self.made[id(p)] = value
+        return value
 
-    def change(self, p: Tensor) -> Tensor | None:
-        "What has changed since the start, None where that is not known."
-        if id(p) not in self.run.start: return None
-        P = self(p)
-        return P - self.run.start[id(p)].to(P)
+# %% ../../nbs/networks/00_measure.ipynb #0f2cf30b
+def _change(run: Measurement, p: Tensor, P: Tensor) -> Tensor | None:
+    "P − P₀ of a parameter p with values P, None where P₀ is not known."
+    return P - run.start[id(p)].to(P) if id(p) in run.start else None
 
-# %% ../../nbs/networks/00_measure.ipynb #223e63c1
-_CAUSES = {Source.LOSSES: "network's loss", Source.OUTPUTS: "network's output",
-           Source.INPUTS: "sum over inputs"}
-
-# %% ../../nbs/networks/00_measure.ipynb #8ddcf535
-def _use(run: Measurement, part: Part, name: str, P: Tensor, D: Tensor | None) -> Use:
-    "AGOP and eNFA of one use, from the sums; P holds the parameter's values, D their change."
-    x, fixed = part.matrix, part.weight is None
-    use = Use(name, part.W(P).to(P.dtype), missing=_missing(run, x, part.kind, part.shape),
-              weight_decay=run.decay[x.name], change=None if D is None or not fixed else part.W(D))
-    if D is not None and not fixed:
-        use.missing |= {q.name: Reason.COMPUTED() for q in QUANTITIES.values() if q.change}
-    for source, what in _CAUSES.items():
-        for side in Side:
-            _average(run, use, Outer(source, side), part.use)
-        if any(outer.source is source for outer in use.outers): continue
-        refused = run.found.refused.get(part.use) if source is Source.LOSSES else None
-        for q in run.asked(source):
-            use.missing.setdefault(q.name, refused or Reason.NO_EFFECT(what=what))
-    return use
+# %% ../../nbs/networks/00_measure.ipynb #68bbd288
+def _new_use(run: Measurement, part: Part, name: str, P: Tensor, D: Tensor | None) -> Use:
+    "A use without averages; P holds the parameter's values, D their change."
+    x, computed = part.matrix, part.weight is not None
+    missing = _missing(run, x, part)
+    if D is not None and computed:
+        missing |= {q.name: Reason.COMPUTED() for q in QUANTITIES.values() if q.change}
+    change = None if D is None or computed else part.W(D)
+    return Use(name, part.W(P).to(P.dtype), missing=missing, weight_decay=run.decay[x.name],
+               change=change)
 
 # %% ../../nbs/networks/00_measure.ipynb #a6be0b52
+def _summed(run: Measurement, outer: Outer, key: str) -> list[Tensor]:
+    "The sums of one kind and side, completed; a sketch has one a group."
+    slots = [Slot(outer.source, key, outer.side, r) for r in range(GROUPS)]
+    return [mirror_(run.sums.pop(slot)) for slot in slots if slot in run.sums]
+
+# %% ../../nbs/networks/00_measure.ipynb #9eed7bfe
+def _mean(run: Measurement, source: Source, key: str, S: Tensor) -> Tensor:
+    "A sum as an average, in place."
+    if source is Source.INPUTS: return S.div_(run.sums[Slot(source, key)])
+    n, N = run.total.n, run.total.N
+    return S.mul_(n / N**2) if source is Source.LOSSES else S.div_(n)
+
+# %% ../../nbs/networks/00_measure.ipynb #b858dbbc
 def _average(run: Measurement, use: Use, outer: Outer, key: str) -> None:
     "Turn the sums of one kind and side into an average, if there are any."
-    slots = [Slot(outer.source, key, outer.side, r) for r in range(GROUPS)]
-    groups = [mirror_(run.sums.pop(slot)) for slot in slots if slot in run.sums]
+    groups = _summed(run, outer, key)
     if not groups: return
-    n, N = run.total.n, run.total.N
-    if outer.source is Source.LOSSES:
-        use.outers[outer] = groups[0].mul_(n / N**2)
-    elif outer.source is Source.INPUTS:
-        use.outers[outer] = groups[0].div_(run.sums[Slot(Source.INPUTS, key)])
-    elif run.found.way == "sketch":
+    if outer.source is Source.OUTPUTS and run.found.way == "sketch":
         _average_sketch(run, use, outer.side, groups)
     else:
-        use.outers[outer] = groups[0].div_(n)
+        use.outers[outer] = _mean(run, outer.source, key, groups[0])
 
 # %% ../../nbs/networks/00_measure.ipynb #436c906b
-def _pooled(groups: list[Tensor], # A_r, the mean of each group
-            m: list[int], # probes in each group
-            norm: Callable[[Tensor], Tensor] = torch.linalg.norm, # of a difference
-           ) -> tuple[Tensor, float]: # Ā, and se / ‖Ā‖
-    "Mean of the groups, and the relative standard error of that mean."
+def _pooled(groups: list[Tensor], m: list[int]) -> Tensor:
+    "Ā, the mean of groups A_r of m_r probes each."
+    total = sum((j * A for j, A in zip(m, groups)), torch.zeros_like(groups[0]))
+    return total / sum(m)
+
+# %% ../../nbs/networks/00_measure.ipynb #c64066e3
+def _pooled_error(groups: list[Tensor], m: list[int], mean: Tensor,
+                  norm: Callable[[Tensor], Tensor] = torch.linalg.norm) -> float:
+    "se / ‖Ā‖ of the mean of groups; nan when there is one group."
     k, R = sum(m), len(m)
-    mean = sum((j * A for j, A in zip(m, groups)), torch.zeros_like(groups[0])) / k
-    if R == 1: return mean, float("nan")
+    if R == 1: return float("nan")
     gaps = [j * norm(A - mean).square() for j, A in zip(m, groups)]
     var = sum(gaps, torch.zeros_like(gaps[0])) / (k * (R - 1))
-    return mean, float(var.sqrt() / norm(mean))
+    return float(var.sqrt() / norm(mean))
 
 # %% ../../nbs/networks/00_measure.ipynb #f3f56c93
-def _average_sketch(run: Measurement, use: Use, side: Side, groups: list[Tensor]) -> None:
-    "The sketched AGOP of one use and its standard error, on each side that exists."
-    k, R = run.options.probes, len(groups)
-    m = [len(range(r, k, R)) for r in range(R)]                          # probes in each group
-    means = [S.div_(run.total.n * j) for S, j in zip(groups, m)]
-    mean, error = _pooled(means, m)
-    use.outers[Outer(Source.OUTPUTS, side)] = mean
-    use.stderr |= dict.fromkeys(_made_on(side), error)
-    if side is not Side.LEFT or not _some_exist(use, Side.RIGHT): return
-    K = gram(use.W.T) if use.W.shape[0] <= use.W.shape[1] else None
-    pulled = lambda D: pull_back(use.W, D).norm() if K is None else (
-        (K @ D @ K) * D).sum().clamp(min=0).sqrt()
-    use.stderr |= dict.fromkeys(_made_on(Side.RIGHT), _pooled(means, m, pulled)[1])
+def _pulled_norm(W: Tensor) -> Callable[[Tensor], Tensor]:
+    "‖WᵀDW‖ as a function of D, formed on the smaller side of W."
+    if W.shape[0] > W.shape[1]: return lambda D: pull_back(W, D).norm()
+    K = gram(W.T)
+    return lambda D: ((K @ D @ K) * D).sum().clamp(min=0).sqrt()
 
 # %% ../../nbs/networks/00_measure.ipynb #a1680b6a
 def _made_on(side: Side) -> list[str]:
@@ -374,6 +408,50 @@ def _made_on(side: Side) -> list[str]:
 def _some_exist(use: Use, side: Side) -> bool:
     "Whether some quantity made from output gradients exists on a side."
     return any(name not in use.missing for name in _made_on(side))
+
+# %% ../../nbs/networks/00_measure.ipynb #3ab3d7be
+def _group_sizes(probes: int, groups: int) -> list[int]:
+    "How many probes each group has."
+    return [len(range(r, probes, groups)) for r in range(groups)]
+
+# %% ../../nbs/networks/00_measure.ipynb #41fb8c54
+def _average_sketch(run: Measurement, use: Use, side: Side, groups: list[Tensor]) -> None:
+    "The sketched AGOP of one use and its standard error, on each side that exists."
+    m = _group_sizes(run.options.probes, len(groups))
+    means = [S.div_(run.total.n * j) for S, j in zip(groups, m)]
+    mean = _pooled(means, m)
+    use.outers[Outer(Source.OUTPUTS, side)] = mean
+    use.stderr |= dict.fromkeys(_made_on(side), _pooled_error(means, m, mean))
+    if side is Side.LEFT and _some_exist(use, Side.RIGHT):
+        error = _pooled_error(means, m, mean, _pulled_norm(use.W))
+        use.stderr |= dict.fromkeys(_made_on(Side.RIGHT), error)
+
+# %% ../../nbs/networks/00_measure.ipynb #99d68300
+_CAUSES = {Source.LOSSES: "network's loss", Source.OUTPUTS: "network's output",
+           Source.INPUTS: "sum over inputs"}
+
+# %% ../../nbs/networks/00_measure.ipynb #a31f9365
+def _lack(missing: dict[str, Missing], quantities: Iterable[Quantity], why: Missing) -> None:
+    "Note why quantities are missing, where no reason is known yet."
+    for q in quantities:
+        missing.setdefault(q.name, why)
+
+# %% ../../nbs/networks/00_measure.ipynb #184d534f
+def _fill(run: Measurement, use: Use, source: Source, key: str) -> None:
+    "Average what a source has added up for one use; where there is nothing, note why."
+    for side in Side:
+        _average(run, use, Outer(source, side), key)
+    if any(outer.source is source for outer in use.outers): return
+    refused = run.found.refused.get(key) if source is Source.LOSSES else None
+    _lack(use.missing, run.asked(source), refused or Reason.NO_EFFECT(what=_CAUSES[source]))
+
+# %% ../../nbs/networks/00_measure.ipynb #000ec4e7
+def _use(run: Measurement, part: Part, name: str, P: Tensor, D: Tensor | None) -> Use:
+    "AGOP, eNFA and E[hhᵀ] of one use, from the sums."
+    use = _new_use(run, part, name, P, D)
+    for source in _CAUSES:
+        _fill(run, use, source, part.use)
+    return use
 
 # %% ../../nbs/networks/00_measure.ipynb #fe206c83
 class _Entry(NamedTuple):
@@ -390,29 +468,42 @@ def _is_slice(part: Part, x: Matrix) -> bool:
     return part.weight is None and x.param.ndim > 2 and alike
 
 # %% ../../nbs/networks/00_measure.ipynb #2b84f509
+def _slice_entry(x: Matrix, i: int, spot: Spot, parts: list[Part]) -> _Entry:
+    "The entry of P[i]; a single use has its name."
+    name = f"{x.name}[{i}]"
+    uses = {name: parts[0]} if len(parts) == 1 else {p.use: p for p in parts}
+    return _Entry(replace(x, name=name, spot=spot), x, uses)
+
+# %% ../../nbs/networks/00_measure.ipynb #0a9e6db5
 def _stacked(x: Matrix, parts: list[Part]) -> Iterator[_Entry]:
-    "One entry for each matrix of a stack."
-    step, first = prod(x.param.shape[1:]), parts[0].place
-    for i in range(x.param.shape[0]):
-        name = f"{x.name}[{i}]"
-        spot = Spot(i * step, first.rows, first.columns)
+    "An entry for each P[i]."
+    step = prod(x.param.shape[1:])
+    for i in range(len(x.param)):
         own = [p for p in parts if p.place.offset == i * step]
-        uses = {name: own[0]} if len(own) == 1 else {p.use: p for p in own}
-        yield _Entry(replace(x, name=name, spot=spot), x, uses)
+        yield _slice_entry(x, i, parts[0].place._replace(offset=i * step), own)
 
 # %% ../../nbs/networks/00_measure.ipynb #dd4c9238
+def _uses_of(run: Measurement, x: Matrix) -> list[Part]:
+    "The uses that were seen of a matrix."
+    return [p for p in run.seen.parts.values() if p.matrix is x]
+
+# %% ../../nbs/networks/00_measure.ipynb #58e51ff6
+def _is_one_use(x: Matrix, parts: list[Part]) -> bool:
+    "Whether the only use of a parameter takes the whole of it, as it is."
+    if len(parts) != 1 or parts[0].weight is not None: return False
+    return prod(parts[0].shape) == x.param.numel()
+
+# %% ../../nbs/networks/00_measure.ipynb #f1fb7865
 def _entries(run: Measurement, x: Matrix) -> Iterator[_Entry]:
     "The matrices that one known matrix becomes in the report."
-    parts = [p for p in run.seen.parts.values() if p.matrix is x]
-    bare = x.kind is Kind.PARAMETER
-    if bare and parts and all(_is_slice(p, x) for p in parts):
+    parts = _uses_of(run, x)
+    bare = x.kind is Kind.PARAMETER and parts
+    if bare and all(_is_slice(p, x) for p in parts):
         yield from _stacked(x, parts)
-        return
-    single = len(parts) == 1 and parts[0].weight is None and bare
-    if single and prod(parts[0].shape) == x.param.numel():
+    elif bare and _is_one_use(x, parts):
         yield _Entry(replace(x, spot=parts[0].place), x, {x.name: parts[0]})
-        return
-    yield _Entry(x, x, {p.use: p for p in parts})
+    else:
+        yield _Entry(x, x, {p.use: p for p in parts})
 
 # %% ../../nbs/networks/00_measure.ipynb #a26d162d
 def _gradient(run: Measurement, x: Matrix) -> Tensor | None:
@@ -440,67 +531,84 @@ def _divided(run: Measurement, x: Matrix, G: Tensor | None) -> Tensor | None: # 
     return x.of(G / run.sizes[name].to(G)) if name in run.sizes else None
 
 # %% ../../nbs/networks/00_measure.ipynb #04b8fb0c
+def _unseen(run: Measurement, x: Matrix) -> Missing:
+    "The reason of a matrix whose products are hidden inside a module."
+    return Reason.UNSEEN(module=type(run.model.get_submodule(x.module)).__name__)
+
+# %% ../../nbs/networks/00_measure.ipynb #eef5d8c6
+def _lacking(run: Measurement, e: _Entry, G: Tensor | None, U: Tensor | None) -> dict[str, Missing]:
+    "What does not exist for an entry, also because no gradient or no state arrived at it."
+    missing = _missing(run, e.owner, e.matrix)
+    if G is None and needs_gradient(run, e.owner):
+        _lack(missing, gradient_quantities(run), Reason.NO_EFFECT(what="loss"))
+    if U is None:
+        _lack(missing, run.asked(Source.STEP), Reason.NO_STATE())
+    return missing
+
+# %% ../../nbs/networks/00_measure.ipynb #b5812067
+def _heed_uses(run: Measurement, layer: Layer, x: Matrix) -> None:
+    "What the only use of a layer lacks, the layer lacks; without a use, note why."
+    if layer.uses and not layer.shared:
+        use = layer.uses[x.name]
+        layer.missing, layer.stderr = use.missing | layer.missing, use.stderr
+    for source in () if layer.uses else _CAUSES:
+        _lack(layer.missing, run.asked(source), _unseen(run, x))
+
+# %% ../../nbs/networks/00_measure.ipynb #0c92d6b7
 def _layer(run: Measurement, e: _Entry, copies: _Copies) -> Layer:
     "One entry of the report."
     x, owner = e.matrix, e.owner
     P, G = copies(x.param), _gradient(run, owner)
-    missing = _missing(run, owner, x.kind, x.shape)
-    if G is None and needs_gradient(run, owner):
-        for q in (*run.asked(Source.GRADIENT), *run.asked(Source.STEP)):
-            missing.setdefault(q.name, Reason.NO_EFFECT(what="loss"))
-    U = _divided(run, x, G)
-    for q in run.asked(Source.STEP) if U is None else ():
-        missing.setdefault(q.name, Reason.NO_STATE())
-    D = copies.change(x.param)
-    uses = {name: _use(run, p, name, P, D) for name, p in e.parts.items()}
-    layer = Layer(x.name, x.of(P), missing=missing, uses=uses,
+    U, D = _divided(run, x, G), _change(run, x.param, P)
+    layer = Layer(x.name, x.of(P), missing=_lacking(run, e, G, U),
+                  uses={name: _use(run, p, name, P, D) for name, p in e.parts.items()},
                   weight_decay=run.decay[owner.name], frozen=not x.param.requires_grad,
                   normalised=owner.name in run.seen.normalised, trace_error=_trace_error(run, e),
-                  change=None if D is None else x.of(D))
-    layer.G, layer.U = None if G is None else x.of(G), U
-    if not uses:
-        why = Reason.UNSEEN(module=type(run.model.get_submodule(x.module)).__name__)
-        for q in [q for source in _CAUSES for q in run.asked(source)]:
-            layer.missing.setdefault(q.name, why)
-    elif not layer.shared:
-        layer.missing, layer.stderr = uses[x.name].missing | missing, uses[x.name].stderr
+                  change=None if D is None else x.of(D), G=None if G is None else x.of(G), U=U)
+    _heed_uses(run, layer, x)
     return layer
 
 # %% ../../nbs/networks/00_measure.ipynb #4cbda07b
 def _unmeasured(run: Measurement, name: str) -> Missing | None:
     "Why a matrix has no entry in the report, or None."
     x = run.groups[name][0]
-    if any(p.matrix is x for p in run.seen.parts.values()): return None
-    if _has_gradient(run, x): return None
+    if _uses_of(run, x) or _has_gradient(run, x): return None
     if name in run.seen.order: return Reason.NO_GRAD()
-    if x.kind is Kind.PARAMETER and not needs_gradient(run, x):
-        return Reason.UNSEEN(module=type(run.model.get_submodule(x.module)).__name__)
-    return Reason.UNUSED()
+    hidden = x.kind is Kind.PARAMETER and not needs_gradient(run, x)
+    return _unseen(run, x) if hidden else Reason.UNUSED()
 
 # %% ../../nbs/networks/00_measure.ipynb #a4ca02af
-def _gaps(run: Measurement, layer: Layer) -> Iterator[tuple[str, Missing]]: # what, why
-    "Sides of a layer that were not formed, and relations that cannot hold."
+def _missing_sides(layer: Layer) -> Iterator[tuple[str, Missing]]: # what, why
+    "Sides of a layer that were not formed."
     for side in Side:
         why = layer.missing.get(target(side).name)
         if why and why.of_a_side():
             yield f"{layer.name} ({side.value} side)", why
-    for q in (*run.asked(Source.GRADIENT), *run.asked(Source.STEP)):
+
+# %% ../../nbs/networks/00_measure.ipynb #f85cbd7a
+def _missing_relations(run: Measurement, layer: Layer) -> Iterator[tuple[str, Missing]]:
+    "Relations of a layer that cannot hold."
+    for q in gradient_quantities(run):
         why = layer.missing.get(q.name)
         if why and not why.of_a_side():
             yield f"{layer.name} ({q.family})", why
 
+# %% ../../nbs/networks/00_measure.ipynb #37b438f9
+def _average_gradient(run: Measurement, slot: Slot, done: set[Slot]) -> None:
+    "Divide the sum of a gradient by the weights of the batches, once."
+    settle(run, slot)
+    if slot in done or slot not in run.sums: return
+    run.sums[slot].div_(run.total.N)
+    done.add(slot)
+
 # %% ../../nbs/networks/00_measure.ipynb #9b8e06f4
 def _finished(run: Measurement, names: list[str]) -> Iterator[Layer]:
-    "The layers, one after the other; what a layer needs is let go when only its summary is kept."
-    copies = _Copies(run)
+    "The layers of the report, or their summaries, in this order."
+    copies, done = _Copies(run), set[Slot]()
     left = [gradient_slot(run, run.groups[name][0]) for name in names]
-    mean: set[Slot] = set()
     for name in names:
         slot = left.pop(0)
-        settle(run, slot)
-        if slot in run.sums and slot not in mean:
-            run.sums[slot].div_(run.total.N)
-            mean.add(slot)
+        _average_gradient(run, slot, done)
         for e in _entries(run, run.groups[name][0]):
             layer = _layer(run, e, copies)
             yield layer if copies.lasting else summarised(layer)
@@ -508,19 +616,27 @@ def _finished(run: Measurement, names: list[str]) -> Iterator[Layer]:
             run.sums.pop(slot, None)
 
 # %% ../../nbs/networks/00_measure.ipynb #23ea8b1c
+def _forward_order(run: Measurement) -> list[str]:
+    "The matrices in the order in which they were used, then those that were not."
+    return [*run.seen.order, *(g for g in run.groups if g not in run.seen.order)]
+
+# %% ../../nbs/networks/00_measure.ipynb #a105b520
+def _check_used(names: list[str]) -> None:
+    "Raise when no matrix was used."
+    if names: return
+    raise ValueError("the forward pass used no weight matrix of this model: is the model that "
+                     "was passed the one that forward= runs, with its own parameters?")
+
+# %% ../../nbs/networks/00_measure.ipynb #16bae8e7
 def _report(run: Measurement, skipped: dict[str, Missing]) -> Report:
     "The finished report: layers in forward order, and the reasons for what is not there."
-    gone = dict(skipped)
-    order = [*run.seen.order, *(g for g in run.groups if g not in run.seen.order)]
-    whys = {name: _unmeasured(run, name) for name in order}
-    gone |= {name: why for name, why in whys.items() if why}
+    whys = {name: _unmeasured(run, name) for name in _forward_order(run)}
     names = [name for name, why in whys.items() if not why]
-    if not names:
-        raise ValueError("the forward pass used no weight matrix of this model: is the model that "
-                         "was passed the one that forward= runs, with its own parameters?")
+    _check_used(names)
+    gone = skipped | {name: why for name, why in whys.items() if why}
     layers = {layer.name: layer for layer in _finished(run, names)}
     for layer in layers.values():
-        for what, why in _gaps(run, layer):
+        for what, why in (*_missing_sides(layer), *_missing_relations(run, layer)):
             gone.setdefault(what, why)
     said = {what: str(why) for what, why in gone.items()}
     return Report(layers, said, int(run.total.n), run.total.loss / run.total.N, run.options,

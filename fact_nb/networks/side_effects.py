@@ -34,78 +34,100 @@ class _Kept(NamedTuple):
             self.tensor.data.copy_(self.content)
 
 # %% ../../nbs/networks/05_side_effects.ipynb #57c91338
+def _tables(m: nn.Module) -> list[dict]:
+    "Where a module keeps what a forward pass may change: buffers, and weights that it rescales."
+    rescales = getattr(m, "max_norm", None)
+    return [m._buffers, m._parameters] if rescales else [m._buffers]
+
+# %% ../../nbs/networks/05_side_effects.ipynb #78597ec5
 def _kept(model: nn.Module) -> list[_Kept]:
-    "The buffers of a model, and the weights that a forward pass rescales."
-    found = []
-    for m in model.modules():
-        tables: list[dict] = [m._buffers]
-        if getattr(m, "max_norm", None):
-            tables.append(m._parameters)
-        for table in tables:
-            found += [_Kept(table, k, t, t.detach().clone())
-                      for k, t in table.items() if t is not None]
-    return found
+    "What a forward pass may change in a model, with copies."
+    tables = [table for m in model.modules() for table in _tables(m)]
+    return [_Kept(table, k, t, t.detach().clone())
+            for table in tables for k, t in table.items() if t is not None]
 
 # %% ../../nbs/networks/05_side_effects.ipynb #90fd25f5
 def _generators(loader: object) -> list[tuple[torch.Generator, Tensor]]: # with their states
     "The random generators of a data loader and of its sampler."
-    owners = (loader, getattr(loader, "sampler", None))
-    found = {id(g): g for o in owners if (g := getattr(o, "generator", None)) is not None}
-    return [(g, g.get_state()) for g in found.values() if isinstance(g, torch.Generator)]
+    owners = loader, getattr(loader, "sampler", None)
+    held = {id(g): g for g in (getattr(o, "generator", None) for o in owners)}
+    return [(g, g.get_state()) for g in held.values() if isinstance(g, torch.Generator)]
 
 # %% ../../nbs/networks/05_side_effects.ipynb #f3de5299
 @contextmanager
-def untouched(model: nn.Module, # left as it was found: modes and buffers
-              loader: object = None, # its random generators are restored too
-              seed: int = 0, # of torch, NumPy and Python inside the block
-             ) -> Iterator[None]:
-    "Inside the block the model may run in any mode; afterwards nothing has changed."
-    modes = [(m, m.training) for m in model.modules()]
-    kept, generators, python = _kept(model), _generators(loader), random.getstate()
+def _model_as_found(model: nn.Module) -> Iterator[None]:
+    "Afterwards the modes and buffers of a model are what they were."
+    modes, kept = [(m, m.training) for m in model.modules()], _kept(model)
     try:
-        with seeded(seed):
-            random.seed(seed)
-            yield
+        yield
     finally:
-        random.setstate(python)
-        for generator, state in generators:
-            generator.set_state(state)
         for m, training in modes:
             m.training = training
         for buffer in kept:
             buffer.restore()
+
+# %% ../../nbs/networks/05_side_effects.ipynb #2c96d722
+@contextmanager
+def _generators_as_found(loader: object) -> Iterator[None]:
+    "Afterwards Python's generator and those of a loader are where they were."
+    generators, python = _generators(loader), random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        for generator, state in generators:
+            generator.set_state(state)
+
+# %% ../../nbs/networks/05_side_effects.ipynb #5de0d95c
+@contextmanager
+def untouched(
+    model: nn.Module, # left as it was found: modes and buffers
+    loader: object = None, # its random generators are restored too
+    seed: int = 0, # of torch, NumPy and Python inside the block
+) -> Iterator[None]:
+    "Inside the block the model may run in any mode; afterwards nothing has changed."
+    with _model_as_found(model), _generators_as_found(loader), seeded(seed):
+        random.seed(seed)
+        yield
 
 # %% ../../nbs/networks/05_side_effects.ipynb #ea2db20d
 _TWO_DEVICES = ("same device|expected device|different device|but expected|"
                 "should be the same")
 
 # %% ../../nbs/networks/05_side_effects.ipynb #bde83a87
+def _where_is(model: nn.Module) -> str:
+    "The devices of a model in words."
+    return ", ".join(sorted({str(p.device) for p in model.parameters()}))
+
+# %% ../../nbs/networks/05_side_effects.ipynb #fdf6a6f9
 @contextmanager
-def explained(model: nn.Module, # whose device the sentence names
-             ) -> Iterator[None]:
+def explained(
+    model: nn.Module, # whose device the sentence names
+) -> Iterator[None]:
     "Turn torch's complaint about devices into a sentence that says where things are."
     try:
         yield
     except RuntimeError as e:
         if not re.search(_TWO_DEVICES, str(e)): raise
-        where = ", ".join(sorted({str(p.device) for p in model.parameters()}))
-        raise ValueError(f"tensors on different devices: the model is on {where}; move loss_fn and "
-                         f"what forward= uses there too. ({str(e).splitlines()[0]})") from e
+        raise ValueError(f"tensors on different devices: the model is on {_where_is(model)}; move "
+                         "loss_fn and what forward= uses there too. "
+                         f"({str(e).splitlines()[0]})") from e
 
 # %% ../../nbs/networks/05_side_effects.ipynb #5eb2c67a
 def eager() -> AbstractContextManager:
     "Ignore torch.compile inside the block, where torch can be told to."
-    loaded = "torch._dynamo" in sys.modules              # without dynamo nothing is compiled
+    loaded = "torch._dynamo" in sys.modules
     if not loaded or not hasattr(torch.compiler, "set_stance"): return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 # %% ../../nbs/networks/05_side_effects.ipynb #1b38061e
 @contextmanager
-def measuring(model: nn.Module, # left as it was found
-              loader: object, # so are its random generators
-              mode: str, # "eval", "train", or "keep"
-              seed: int, # of everything random inside the block
-             ) -> Iterator[None]:
+def measuring(
+    model: nn.Module, # left as it was found
+    loader: object, # so are its random generators
+    mode: str, # "eval", "train", or "keep"
+    seed: int, # of everything random inside the block
+) -> Iterator[None]:
     "The model in the chosen mode, run eagerly and with gradients; afterwards nothing has changed."
     with (untouched(model, loader, seed), torch.inference_mode(False), torch.enable_grad(),
           eager(), explained(model)):
@@ -121,29 +143,42 @@ def _dropout_rate(m: nn.Module) -> float:
     return 0.
 
 # %% ../../nbs/networks/05_side_effects.ipynb #ca78b77c
-def has_dropout(model: nn.Module, # any
-               ) -> bool:
+def has_dropout(
+    model: nn.Module, # any
+) -> bool:
     "Whether some module drops units at random in training mode."
     return any(_dropout_rate(m) > 0 for m in model.modules())
 
 # %% ../../nbs/networks/05_side_effects.ipynb #8223d580
-def has_batch_norm(model: nn.Module, # any
-                  ) -> bool:
+def has_batch_norm(
+    model: nn.Module, # any
+) -> bool:
     "Whether some module is a batch-norm."
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 # %% ../../nbs/networks/05_side_effects.ipynb #59e8d16b
-def warn_of_modes(dropout: bool, # the model drops units
-                  norm: bool, # it has batch-norm
-                  mode: str, # in which it was measured
-                 ) -> None:
+def _on_dropout(mode: str) -> str:
+    "What dropout means in a mode."
+    return (f'the model has dropout and is measured in mode="{mode}". FACT holds for the '
+            'objective that was trained: with dropout that is mode="train", the loss '
+            'averaged over masks=... random masks.')
+
+# %% ../../nbs/networks/05_side_effects.ipynb #a7ee4c80
+def _on_batch_norm(mode: str) -> str:
+    "What batch-norm means in a mode."
+    return (f'the model has batch-norm and is measured in mode="{mode}". Weights that '
+            'feed batch-norm in training are scale invariant, so their FACT has trace 0 '
+            'and cannot equal WᵀW (see .scale_invariant); in mode="eval" the objective '
+            'is not the one that was trained.')
+
+# %% ../../nbs/networks/05_side_effects.ipynb #3743024f
+def warn_of_modes(
+    dropout: bool, # the model drops units
+    norm: bool, # it has batch-norm
+    mode: str, # in which it was measured
+) -> None:
     "Say why dropout and batch-norm matter."
     if dropout:
-        warnings.warn(f'the model has dropout and is measured in mode="{mode}". FACT holds for the '
-                      'objective that was trained: with dropout that is mode="train", the loss '
-                      'averaged over masks=... random masks.', stacklevel=3)
+        warnings.warn(_on_dropout(mode), stacklevel=3)
     if norm:
-        warnings.warn(f'the model has batch-norm and is measured in mode="{mode}". Weights that '
-                      'feed batch-norm in training are scale invariant, so their FACT has trace 0 '
-                      'and cannot equal WᵀW (see .scale_invariant); in mode="eval" the objective '
-                      'is not the one that was trained.', stacklevel=3)
+        warnings.warn(_on_batch_norm(mode), stacklevel=3)

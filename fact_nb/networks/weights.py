@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['Strides', 'Convolution', 'Upward', 'merged', 'Spot', 'Kind', 'Matrix', 'row_spot', 'Reason', 'Missing',
-           'weight_matrices', 'tie_groups', 'chosen', 'split_matrices', 'decay_of']
+           'require_module', 'weight_matrices', 'tie_groups', 'chosen', 'split_matrices', 'decay_of']
 
 # %% ../../nbs/networks/02_weights.ipynb #1da579f9
 import fnmatch
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import NamedTuple
@@ -24,17 +24,24 @@ from ..arguments import check_number
 # %% ../../nbs/networks/02_weights.ipynb #9851c841
 Strides = tuple[tuple[int, int], ...] # (size, step) of each axis
 
-def merged(axes: Iterable[tuple[int, int]], # (size, step), the slowest first
-          ) -> Strides:
+def merged(
+    axes: Iterable[tuple[int, int]], # (size, step), the slowest first
+) -> Strides:
     "The same axes, with neighbours that step alike joined and axes of one entry left out."
     out: list[tuple[int, int]] = []
     for size, step in axes:
         if size == 1: continue
         if out and out[-1][1] == size * step:
-            out[-1] = out[-1][0] * size, step
-        else:
-            out.append((size, step))
+            size *= out.pop()[0]
+        out.append((size, step))
     return tuple(out)
+
+# %% ../../nbs/networks/02_weights.ipynb #2566687b
+def _strided(t: Tensor, offset: int, axes: Strides) -> Tensor:
+    "The entries of a tensor at an offset, along some axes."
+    flat = t.reshape(-1)
+    sizes, steps = [size for size, _ in axes], [step for _, step in axes]
+    return flat.as_strided(sizes, steps, int(flat.storage_offset()) + offset)
 
 # %% ../../nbs/networks/02_weights.ipynb #301ed0ca
 class Spot(NamedTuple):
@@ -53,15 +60,12 @@ class Spot(NamedTuple):
         "The transposed matrix."
         return Spot(self.offset, self.columns, self.rows)
 
-    def of(self,
-           t: Tensor, # shaped like the parameter
-          ) -> Tensor: # d' × d, a view where that is possible
+    def of(
+        self,
+        t: Tensor, # shaped like the parameter
+    ) -> Tensor: # d' × d, a view where that is possible
         "This matrix inside a tensor shaped like the parameter."
-        axes = self.rows + self.columns
-        sizes, steps = [size for size, _ in axes], [step for _, step in axes]
-        flat = t.reshape(-1)
-        start = int(flat.storage_offset()) + self.offset            # t may lie in a longer vector
-        return flat.as_strided(sizes, steps, start).reshape(self.shape)
+        return _strided(t, self.offset, self.rows + self.columns).reshape(self.shape)
 
 # %% ../../nbs/networks/02_weights.ipynb #cb1cafed
 class Kind(StrEnum):
@@ -81,9 +85,10 @@ class Matrix:
     spot: Spot # where they lie
     module: str # name of the module that owns the parameter
 
-    def of(self,
-           t: Tensor, # shaped like the parameter: the weight itself, or its gradient
-          ) -> Tensor: # d' × d
+    def of(
+        self,
+        t: Tensor, # shaped like the parameter: the weight itself, or its gradient
+    ) -> Tensor: # d' × d
         "This matrix inside a tensor shaped like the parameter."
         return self.spot.of(t)
 
@@ -93,10 +98,11 @@ class Matrix:
         return self.spot.shape
 
 # %% ../../nbs/networks/02_weights.ipynb #cff39d36
-def row_spot(p: Tensor, # a parameter
-             start: int = 0, # first row
-             stop: int | None = None, # one past the last row
-            ) -> Spot:
+def row_spot(
+    p: Tensor, # a parameter
+    start: int = 0, # first row
+    stop: int | None = None, # one past the last row
+) -> Spot:
     "Rows of a parameter whose other axes are flattened."
     stop = p.shape[0] if stop is None else stop
     d = math.prod(p.shape[1:])
@@ -126,9 +132,10 @@ class Reason(Enum):
     NO_STATE = "the optimizer has taken no step with it, so it knows no size of its gradient"
     INTERACT = ("the samples of a batch interact, and {why}")
 
-    def __call__(self,
-                 **numbers: object, # for the places in its sentence
-                ) -> "Missing":
+    def __call__(
+        self,
+        **numbers: object, # for the places in its sentence
+    ) -> "Missing":
         return Missing(self, numbers)
 
 # %% ../../nbs/networks/02_weights.ipynb #85531fde
@@ -161,42 +168,47 @@ Upward = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 def _of_conv(name: str, m: Convolution | Upward, path: str) -> Iterator[Matrix]:
     "One matrix per group of a convolution, in either direction."
     up = isinstance(m, Upward)
-    step = m.weight.shape[0] // m.groups
+    kind, step = Kind.PARAMETER if up else Kind.CONV, m.weight.shape[0] // m.groups
     for k in range(m.groups):
         label = f"{name}[{k}]" if m.groups > 1 else name
         spot = row_spot(m.weight, k * step, (k + 1) * step)
-        kind = Kind.PARAMETER if up else Kind.CONV
         yield Matrix(label, m.weight, kind, spot.T if up else spot, path)
 
 # %% ../../nbs/networks/02_weights.ipynb #1c174fc5
+def _projection(m: nn.MultiheadAttention, k: int) -> tuple[Tensor, Spot]:
+    "The parameter of queries, keys or values, and where it holds them."
+    packed, E = m.in_proj_weight, m.embed_dim
+    if packed is not None: return packed, row_spot(packed, k * E, (k + 1) * E)
+    own = getattr(m, f"{'qkv'[k]}_proj_weight")
+    return own, row_spot(own)
+
+# %% ../../nbs/networks/02_weights.ipynb #ff73ba81
 def _of_attention(name: str, m: nn.MultiheadAttention) -> Iterator[Matrix]:
-    "The query, key and value projections of an attention layer."
-    dot, E = f"{name}." if name else "", m.embed_dim
-    packed = m.in_proj_weight
+    "Queries, keys and values of an attention layer."
+    dot = f"{name}." if name else ""
     for k, letter in enumerate("qkv"):
-        if packed is not None:
-            rows = row_spot(packed, k * E, (k + 1) * E)
-            yield Matrix(dot + letter, packed, Kind.LINEAR, rows, name)
-        else:
-            w = getattr(m, f"{letter}_proj_weight")
-            yield Matrix(dot + letter, w, Kind.LINEAR, row_spot(w), name)
+        w, spot = _projection(m, k)
+        yield Matrix(dot + letter, w, Kind.LINEAR, spot, name)
 
 # %% ../../nbs/networks/02_weights.ipynb #0f59c1f8
+def _use_by(m: nn.Module, w: Tensor) -> tuple[Kind, Spot] | None:
+    "How a module with a single matrix uses its weight; None when we do not know it."
+    if isinstance(m, nn.Linear): return Kind.LINEAR, row_spot(w)
+    if isinstance(m, nn.Embedding | nn.EmbeddingBag): return Kind.EMBEDDING, row_spot(w).T
+    if type(m).__name__ == "Conv1D" and w.ndim == 2: return Kind.LINEAR, row_spot(w).T
+    return None
+
+# %% ../../nbs/networks/02_weights.ipynb #1f82b9ca
 def _of_module(name: str, m: nn.Module) -> Iterator[Matrix]:
     "The matrices of one module, none when it is not of a kind we know."
-    label = name or "model"
-    w = m._parameters.get("weight")
+    label, w = name or "model", m._parameters.get("weight")
     if isinstance(m, nn.MultiheadAttention):
         yield from _of_attention(name, m)
     if w is None: return
     if isinstance(m, Convolution | Upward):
         yield from _of_conv(label, m, name)
-    elif isinstance(m, nn.Linear):
-        yield Matrix(label, w, Kind.LINEAR, row_spot(w), name)
-    elif isinstance(m, nn.Embedding | nn.EmbeddingBag):
-        yield Matrix(label, w, Kind.EMBEDDING, row_spot(w).T, name)
-    elif type(m).__name__ == "Conv1D" and w.ndim == 2:
-        yield Matrix(label, w, Kind.LINEAR, row_spot(w).T, name)
+    elif (use := _use_by(m, w)) is not None:
+        yield Matrix(label, w, *use, name)
 
 # %% ../../nbs/networks/02_weights.ipynb #c278c11b
 def _bare_spot(p: Tensor) -> Spot:
@@ -206,17 +218,20 @@ def _bare_spot(p: Tensor) -> Spot:
     return Spot(0, merged([(d, 1)]), merged([(p.numel() // d, d)]))
 
 # %% ../../nbs/networks/02_weights.ipynb #f957b9e6
-def _left_over(model: nn.Module, # whose parameters are meant
-               found: list[Matrix], # the matrices that are known
-               skipped: dict[str, Missing], # grows by what is refused
-              ) -> Iterator[Matrix]:
-    "Parameters that look like a matrix and belong to no known layer."
-    covered = {id(x.param) for x in found}
+def _matrix_like(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    "Parameters with two or more axes, and those that have none yet."
     for name, p in model.named_parameters():
-        path = name.rpartition(".")[0]
-        flat = not isinstance(p, UninitializedParameter) and p.ndim < 2
-        label = name.removesuffix(".weight")
-        if id(p) in covered or label in skipped or flat: continue
+        if isinstance(p, UninitializedParameter) or p.ndim > 1:
+            yield name, p
+
+# %% ../../nbs/networks/02_weights.ipynb #8b2ef681
+def _left_over(model: nn.Module, found: list[Matrix],
+               skipped: dict[str, Missing]) -> Iterator[Matrix]:
+    "Parameters that belong to no known layer; `skipped` grows by what is refused."
+    covered = {id(x.param) for x in found}
+    for name, p in _matrix_like(model):
+        path, label = name.rpartition(".")[0], name.removesuffix(".weight")
+        if id(p) in covered or label in skipped: continue
         label = "model" if label == "weight" else label
         why = _refusal(model.get_submodule(path), p)
         if why:
@@ -224,17 +239,30 @@ def _left_over(model: nn.Module, # whose parameters are meant
         else:
             yield Matrix(label, p, Kind.PARAMETER, _bare_spot(p), path)
 
+# %% ../../nbs/networks/02_weights.ipynb #74ee5e6c
+def require_module(
+    model: object, # what was passed
+) -> None:
+    "Raise unless it is a torch module."
+    if isinstance(model, nn.Module): return
+    raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+
 # %% ../../nbs/networks/02_weights.ipynb #e7359056
-def weight_matrices(model: nn.Module, # any model
-                   ) -> tuple[list[Matrix], dict[str, Missing]]: # found; name → why not
+def _why_refused(m: nn.Module) -> Missing | None:
+    "Why the weight of a module cannot be measured; None also when it has none."
+    w = m._parameters.get("weight")
+    return None if w is None else _refusal(m, w)
+
+# %% ../../nbs/networks/02_weights.ipynb #e168a619
+def weight_matrices(
+    model: nn.Module, # any model
+) -> tuple[list[Matrix], dict[str, Missing]]: # found; name → why not
     "Every weight matrix of a model, and what is not one."
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    require_module(model)
     found: list[Matrix] = []
     skipped: dict[str, Missing] = {}
     for name, m in model.named_modules():
-        w = m._parameters.get("weight")
-        reason = _refusal(m, w) if w is not None else None
+        reason = _why_refused(m)
         if reason:
             skipped[name or "model"] = reason
         else:
@@ -242,59 +270,86 @@ def weight_matrices(model: nn.Module, # any model
     return found + list(_left_over(model, found, skipped)), skipped
 
 # %% ../../nbs/networks/02_weights.ipynb #197c8d5c
-def tie_groups(matrices: list[Matrix], # from `weight_matrices`
-              ) -> dict[str, list[Matrix]]: # entry name → the modules that share it
+def _entries_of(x: Matrix) -> tuple:
+    "A key that two matrices share when they are the same entries, transposed or not."
+    return id(x.param), x.spot.offset, frozenset((x.spot.rows, x.spot.columns))
+
+# %% ../../nbs/networks/02_weights.ipynb #1bca0ad8
+def tie_groups(
+    matrices: list[Matrix], # from `weight_matrices`
+) -> dict[str, list[Matrix]]: # entry name → the modules that share it
     "Group matrices that are the same entries of the same parameter."
-    first: dict[tuple, str] = {}
-    groups: dict[str, list[Matrix]] = {}
+    groups: dict[tuple, list[Matrix]] = {}
     for x in matrices:
-        entries = id(x.param), x.spot.offset, frozenset((x.spot.rows, x.spot.columns))
-        entry = first.setdefault(entries, x.name)
-        groups.setdefault(entry, []).append(x)
-    return groups
+        groups.setdefault(_entries_of(x), []).append(x)
+    return {tied[0].name: tied for tied in groups.values()}
 
 # %% ../../nbs/networks/02_weights.ipynb #ba54dbd9
-def chosen(matrices: list[Matrix], # from `weight_matrices`
-           layers: str | Iterable[str] | None, # names or shell patterns; all by default
-          ) -> list[Matrix]:
+def _fits(x: Matrix, pattern: str) -> bool:
+    "Whether a pattern means a matrix, by its own name or by its module's."
+    names = x.name, x.module
+    return x.name == pattern or any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+# %% ../../nbs/networks/02_weights.ipynb #aa66b613
+def _check_fits(pattern: str, matrices: list[Matrix]) -> None:
+    "Raise when a pattern means no matrix."
+    if any(_fits(x, pattern) for x in matrices): return
+    names = [x.name for x in matrices]
+    raise ValueError(f"layers={pattern!r} fits no weight matrix; there are {names}")
+
+# %% ../../nbs/networks/02_weights.ipynb #ca543c8b
+def chosen(
+    matrices: list[Matrix], # from `weight_matrices`
+    layers: str | Iterable[str] | None, # names or shell patterns; all by default
+) -> list[Matrix]:
     "The matrices whose name, or whose module's name, fits a pattern."
     if layers is None: return matrices
     patterns = [layers] if isinstance(layers, str) else list(layers)
-    fits = lambda x, p: fnmatch.fnmatchcase(x.name, p) or fnmatch.fnmatchcase(x.module, p)
-    for p in patterns:
-        if not any(x.name == p or fits(x, p) for x in matrices):
-            raise ValueError(f"layers={p!r} fits no weight matrix; there are "
-                             f"{[x.name for x in matrices]}")
-    return [x for x in matrices if any(x.name == p or fits(x, p) for p in patterns)]
+    for pattern in patterns:
+        _check_fits(pattern, matrices)
+    return [x for x in matrices if any(_fits(x, p) for p in patterns)]
 
 # %% ../../nbs/networks/02_weights.ipynb #e3d62c46
-def _blocks(x: Matrix, # to be cut
-            k: int, # into how many
-           ) -> Iterator[Matrix]:
-    "Equal blocks of the outputs of a matrix."
-    if len(x.spot.rows) != 1 or x.shape[0] % k:
-        raise ValueError(f"split: the {x.shape[0]} outputs of {x.name!r} cannot be cut into "
-                         f"{k} equal blocks")
+def _check_divides(x: Matrix, k: int) -> None:
+    "Raise when the outputs of a matrix are not k equal blocks."
+    if len(x.spot.rows) == 1 and x.shape[0] % k == 0: return
+    raise ValueError(f"split: the {x.shape[0]} outputs of {x.name!r} cannot be cut into "
+                     f"{k} equal blocks")
+
+# %% ../../nbs/networks/02_weights.ipynb #8364c36d
+def _blocks(x: Matrix, k: int) -> Iterator[Matrix]:
+    "k equal blocks of the outputs of a matrix."
+    _check_divides(x, k)
     (n, step), = x.spot.rows
     for i in range(k):
-        rows = merged([(n // k, step)])
-        spot = Spot(x.spot.offset + i * (n // k) * step, rows, x.spot.columns)
+        start = x.spot.offset + i * (n // k) * step
+        spot = Spot(start, merged([(n // k, step)]), x.spot.columns)
         yield replace(x, name=f"{x.name}[{i}]", spot=spot)
 
+# %% ../../nbs/networks/02_weights.ipynb #00ec5979
+def _block_count(x: Matrix, split: Mapping[str, int]) -> int:
+    "Into how many blocks a matrix is to be cut."
+    found = [k for p, k in split.items() if fnmatch.fnmatchcase(x.name, p)]
+    if not found: return 1
+    return int(check_number(found[0], f"split[{x.name!r}]", low=1, whole=True))
+
+# %% ../../nbs/networks/02_weights.ipynb #391311f1
+def _cut(x: Matrix, split: Mapping[str, int]) -> list[Matrix]:
+    "A matrix, or the blocks into which it is to be cut."
+    k = _block_count(x, split)
+    return [x] if k == 1 else list(_blocks(x, k))
+
 # %% ../../nbs/networks/02_weights.ipynb #b6760c9c
-def split_matrices(matrices: list[Matrix], # from `weight_matrices`
-                   split: Mapping[str, int] | None, # name or shell pattern → number of blocks
-                  ) -> list[Matrix]:
+def split_matrices(
+    matrices: list[Matrix], # from `weight_matrices`
+    split: Mapping[str, int] | None, # name or shell pattern → number of blocks
+) -> list[Matrix]:
     "Matrices with fused projections cut into blocks."
-    out: list[Matrix] = []
-    for x in matrices:
-        found = [k for p, k in (split or {}).items() if fnmatch.fnmatchcase(x.name, p)]
-        k = check_number(found[0], f"split[{x.name!r}]", low=1, whole=True) if found else 1
-        out += [x] if k == 1 else _blocks(x, int(k))
-    unused = [p for p in split or () if not fnmatch.filter([x.name for x in matrices], p)]
+    out = [block for x in matrices for block in _cut(x, split or {})]
+    names = [x.name for x in matrices]
+    unused = [p for p in split or () if not fnmatch.filter(names, p)]
     if not unused: return out
-    raise ValueError(f"split names {unused}, which fit no weight matrix; "
-                     f"there are {[x.name for x in matrices]}")
+    raise ValueError(f"split names {unused}, which fit no weight matrix; there are {names}")
 
 # %% ../../nbs/networks/02_weights.ipynb #ad478820
 def _number(lam: object, where: str) -> float:
@@ -303,20 +358,34 @@ def _number(lam: object, where: str) -> float:
     return float(check_number(lam, f"weight_decay{where}", low=0, advice=advice))
 
 # %% ../../nbs/networks/02_weights.ipynb #a805ca0b
-def _by_mapping(decay: Mapping, matrices: list[Matrix]) -> dict[str, float]:
-    "Weight decay by layer name, or by module name for all matrices of one module."
+def _check_keys(decay: Mapping, matrices: list[Matrix]) -> None:
+    "Raise when a mapping names what the model does not have."
     known = {y for x in matrices for y in (x.name, x.module)}
     wrong = [k for k in decay if k not in known]
-    if wrong:
-        raise ValueError(f"weight_decay names {wrong}, which the model does not have; "
-                         f"it has {sorted(known)}")
-    pick = lambda x: next((decay[k] for k in (x.name, x.module) if k in decay), 0.)
-    return {x.name: _number(pick(x), f"[{x.name!r}]") for x in matrices}
+    if not wrong: return
+    raise ValueError(f"weight_decay names {wrong}, which the model does not have; "
+                     f"it has {sorted(known)}")
+
+# %% ../../nbs/networks/02_weights.ipynb #08bbedd6
+def _named_decay(decay: Mapping, x: Matrix) -> object:
+    "What a mapping has for a matrix, for its module, or 0."
+    return next((decay[k] for k in (x.name, x.module) if k in decay), 0.)
+
+# %% ../../nbs/networks/02_weights.ipynb #57d01938
+def _by_mapping(decay: Mapping, matrices: list[Matrix]) -> dict[str, float]:
+    "Weight decay of each matrix, by its name or its module's."
+    _check_keys(decay, matrices)
+    return {x.name: _number(_named_decay(decay, x), f"[{x.name!r}]") for x in matrices}
 
 # %% ../../nbs/networks/02_weights.ipynb #dc723f37
-def _check_owner(opt: torch.optim.Optimizer, matrices: list[Matrix]) -> None:
+def _decay_by_parameter(opt: torch.optim.Optimizer) -> dict[int, float]:
+    "Weight decay of each parameter that an optimizer holds, by its id."
+    return {id(p): group.get("weight_decay", 0.)
+            for group in opt.param_groups for p in group["params"]}
+
+# %% ../../nbs/networks/02_weights.ipynb #73ff2a96
+def _check_owner(held: Collection[int], matrices: list[Matrix]) -> None:
     "Raise when an optimizer holds nothing of this model although something is trained."
-    held = {id(p) for group in opt.param_groups for p in group["params"]}
     trained = any(x.param.requires_grad for x in matrices)
     if not trained or any(id(x.param) in held for x in matrices): return
     raise ValueError("weight_decay is an optimizer that holds no weight matrix of this model: pass "
@@ -329,24 +398,29 @@ def _preconditions(opt: torch.optim.Optimizer) -> bool:
     return decoupled or type(opt).__name__ in ("AdamW", "Adafactor", "Lion", "Muon")
 
 # %% ../../nbs/networks/02_weights.ipynb #bd433fc2
+def _warn_of_preconditioner(opt: torch.optim.Optimizer) -> None:
+    "Say what an optimizer that scales the gradient means for FACT."
+    warnings.warn(f"{type(opt).__name__} does not settle where the gradient is −λW: its "
+                  "preconditioner scales the gradient and not the decay, so FACT need not hold "
+                  "even at convergence. AGOP and eNFA are not affected. Pass AdamW as "
+                  "optimizer=: FACT (AdamW) is what can hold there.", stacklevel=6)
+
+# %% ../../nbs/networks/02_weights.ipynb #7cb5502a
 def _by_optimizer(opt: torch.optim.Optimizer, matrices: list[Matrix],
                   quiet: bool = False) -> dict[str, float]:
     "Weight decay of each matrix's parameter group."
-    _check_owner(opt, matrices)
+    lam = _decay_by_parameter(opt)
+    _check_owner(lam, matrices)
     if _preconditions(opt) and not quiet:
-        warnings.warn(f"{type(opt).__name__} does not settle where the gradient is −λW: its "
-                      "preconditioner scales the gradient and not the decay, so FACT need not hold "
-                      "even at convergence. AGOP and eNFA are not affected. Pass AdamW as "
-                      "optimizer=: FACT (AdamW) is what can hold there.", stacklevel=5)
-    lam = {id(p): group.get("weight_decay", 0.)
-           for group in opt.param_groups for p in group["params"]}
+        _warn_of_preconditioner(opt)
     return {x.name: _number(lam.get(id(x.param), 0.), f" of {x.name}") for x in matrices}
 
 # %% ../../nbs/networks/02_weights.ipynb #b0f2783b
-def decay_of(decay: float | Mapping | torch.optim.Optimizer, # a number, by layer, or the optimizer
-             matrices: list[Matrix], # from `weight_matrices`
-             quiet: bool = False, # do not warn of a preconditioner
-            ) -> dict[str, float]: # matrix name → λ
+def decay_of(
+    decay: float | Mapping | torch.optim.Optimizer, # a number, by layer, or the optimizer
+    matrices: list[Matrix], # from `weight_matrices`
+    quiet: bool = False, # do not warn of a preconditioner
+) -> dict[str, float]: # matrix name → λ
     "The weight decay of every matrix."
     if isinstance(decay, torch.optim.Optimizer): return _by_optimizer(decay, matrices, quiet)
     if isinstance(decay, Mapping): return _by_mapping(decay, matrices)
