@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from .capture import Call
 
 # %% ../../nbs/networks/16_batches.ipynb #ccd9c61e
-def moved(t: object, # a tensor, or tensors nested in any way
-          p: Tensor, # whose device and dtype count
-         ) -> object:
+def moved(
+    t: object, # a tensor, or tensors nested in any way
+    p: Tensor, # whose device and dtype count
+) -> object:
     "A batch on the device and in the dtype of p."
     if isinstance(t, Tensor): return t.to(p.device, p.dtype if t.is_floating_point() else None)
     if isinstance(t, Mapping): return {k: moved(v, p) for k, v in t.items()}
@@ -31,18 +32,23 @@ def moved(t: object, # a tensor, or tensors nested in any way
 LABELS = ("labels", "label", "targets", "target")
 
 def _takes(model: nn.Module, *args: object, **kwargs: object) -> bool:
-    "Whether a model can be called like that."
+    "Can a model be called like that?"
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except (TypeError, ValueError):
         return False
     return True
 
+# %% ../../nbs/networks/16_batches.ipynb #0efb7fe9
+def _asked(model: nn.Module, batch: Mapping, own: bool) -> Mapping:
+    "A batch for a model that computes its loss only when asked, as CLIP."
+    wants = own and "return_loss" in inspect.signature(model.forward).parameters
+    return {"return_loss": True, **batch} if wants else batch
+
 # %% ../../nbs/networks/16_batches.ipynb #8d42cef1
 def _call_mapping(model: nn.Module, batch: Mapping, own: bool) -> object:
     "The model's answer to a dictionary."
-    if own and "return_loss" in inspect.signature(model.forward).parameters:
-        batch = {"return_loss": True, **batch}                         # CLIP asks to be asked
+    batch = _asked(model, batch, own)
     if _takes(model, **batch): return model(**batch)
     rest = {k: v for k, v in batch.items() if k not in LABELS}
     if _takes(model, **rest): return model(**rest)
@@ -63,20 +69,27 @@ def _named(out: object) -> dict[str, object]:
     if isinstance(out, (tuple, list)): return {str(i): v for i, v in enumerate(out)}
     return dict(vars(out)) if hasattr(out, "__dict__") else {}
 
+# %% ../../nbs/networks/16_batches.ipynb #77878da4
+def _differentiable(out: object) -> dict[str, Tensor]:
+    "The tensors of an answer, by name, that may be its output."
+    return {k: v for k, v in _named(out).items()
+            if isinstance(v, Tensor) and v.is_floating_point() and v.ndim and k != "loss"}
+
 # %% ../../nbs/networks/16_batches.ipynb #652f0129
-def main_tensor(out: object, # what a model returned
-               ) -> Tensor | None: # None when there is none
+def main_tensor(
+    out: object, # what a model returned
+) -> Tensor | None: # None when there is none
     "The output that AGOP differentiates."
     if isinstance(out, Tensor): return out
-    found = {k: v for k, v in _named(out).items()
-             if isinstance(v, Tensor) and v.is_floating_point() and v.ndim and k != "loss"}
+    found = _differentiable(out)
     first = sorted(found, key=lambda k: (k != "logits", not k.startswith("logits")))
     return found[first[0]] if first else None
 
 # %% ../../nbs/networks/16_batches.ipynb #7432a2ea
-def own_loss(out: object, # what a model returned
-            ) -> Tensor | None: # None when it has none
-    "The loss that a model computed itself."
+def own_loss(
+    out: object, # what a model returned
+) -> Tensor | None:
+    "The loss that a model has computed."
     named = _named(out)
     first = named.get("0") if isinstance(out, (tuple, list)) else named.get("loss")
     return first if isinstance(first, Tensor) and first.numel() == 1 else None
@@ -104,11 +117,21 @@ def _parted(batch: object) -> tuple[object, object]:
                      f"{type(batch).__name__}: pass forward=, which maps a batch to "
                      "(output, target)")
 
+# %% ../../nbs/networks/16_batches.ipynb #f85b091b
+def _check_samples(x: object, out: object) -> None:
+    "Raise when a tensor of samples gives a tensor of another number of outputs."
+    if not (isinstance(out, Tensor) and isinstance(x, Tensor)): return
+    if out.shape[:1] == x.shape[:1]: return
+    got = out.shape[0] if out.ndim else "a single"
+    raise ValueError(f"{x.shape[0]} inputs give {got} outputs: pass forward= that returns "
+                     "an output with the samples along its first axis")
+
 # %% ../../nbs/networks/16_batches.ipynb #a1f6445e
-def answer(model: nn.Module, # to be called
-           batch: object, # as the loader yields it
-           own: bool = False, # the model's own loss is wanted
-          ) -> Answer:
+def answer(
+    model: nn.Module, # to be called
+    batch: object, # as the loader yields it
+    own: bool = False, # the model's own loss is wanted
+) -> Answer:
     "The default forward=: call the model on a batch."
     p = next(p for p in model.parameters() if p.is_floating_point())
     x, y = _parted(batch)
@@ -116,10 +139,7 @@ def answer(model: nn.Module, # to be called
     out = _call(model, x, own)
     f = main_tensor(out)
     y = moved(y, p if f is None else f)
-    if isinstance(out, Tensor) and isinstance(x, Tensor) and out.shape[:1] != x.shape[:1]:
-        got = out.shape[0] if out.ndim else "a single"
-        raise ValueError(f"{x.shape[0]} inputs give {got} outputs: pass forward= that returns "
-                         "an output with the samples along its first axis")
+    _check_samples(x, out)
     plain = isinstance(out, (Tensor, tuple, list)) or f is None
     return Answer(out if plain else f, y, own_loss(out))
 
@@ -141,45 +161,58 @@ def _words_loss(f: Tensor, y: Tensor, shift: bool) -> Tensor:
     "Cross-entropy of words, averaged over those that count."
     if shift:
         f, y = f[:, :-1], y[:, 1:]
-    return F.cross_entropy(f.flatten(0, 1).float() if f.dtype.itemsize < 4 else f.flatten(0, 1),
-                           y.flatten())
+    f = f.flatten(0, 1)
+    return F.cross_entropy(f.float() if f.dtype.itemsize < 4 else f, y.flatten())
 
 # %% ../../nbs/networks/16_batches.ipynb #be86e80b
-def by_words(f: Tensor, # samples × positions × words
-             y: Tensor, # samples × positions
-             how: str, # a key of `COUNTED`
-            ) -> Tensor:
-    "The loss of a language model, or of a classifier."
+def by_words(
+    f: Tensor, # samples × positions × words
+    y: Tensor, # samples × positions
+    how: str, # a key of `COUNTED`
+) -> Tensor:
+    "The loss of a language model or a classifier."
     if how == "samples": return F.cross_entropy(f, y)
     return _words_loss(f, y, how == "shifted labels")
 
+# %% ../../nbs/networks/16_batches.ipynb #b32a7eb1
+def _tolerance(like: Tensor) -> float:
+    "The rounding of a loss that was computed in the dtype of a tensor."
+    return 2e-2 if like.dtype.itemsize < 4 else 1e-4
+
 # %% ../../nbs/networks/16_batches.ipynb #0a0d6937
-def close(a: float, # one loss
-          b: float, # the other
-          like: Tensor, # of the dtype in which they were computed
-         ) -> bool:
-    "Whether two losses are one number, up to the rounding of a dtype."
-    tolerance = 2e-2 if like.dtype.itemsize < 4 else 1e-4
-    return abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-12)
+def close(
+    a: float, # one loss
+    b: float, # the other
+    like: Tensor, # of the dtype in which they were computed
+) -> bool:
+    "Whether two losses are one number, up to rounding."
+    return abs(a - b) <= _tolerance(like) * max(abs(a), abs(b), 1e-12)
+
+# %% ../../nbs/networks/16_batches.ipynb #f478f861
+def _possible(f: Tensor, y: Tensor) -> list[str]: # keys of `COUNTED`
+    "What a cross-entropy of these shapes may average over."
+    if y.shape != f.shape[:-1]: return []
+    return ["samples"] if y.ndim == 1 else ["labels", "shifted labels"]
 
 # %% ../../nbs/networks/16_batches.ipynb #1a5ee83c
-def recognised(f: Tensor | None, # output
-               y: object, # target
-               loss: float, # of the whole batch
-              ) -> str | None: # a key of `COUNTED`, None when it is no such cross-entropy
+def recognised(
+    f: Tensor | None, # output
+    y: object, # target
+    loss: float, # of the whole batch
+) -> str | None: # a key of `COUNTED`, None when it is no such cross-entropy
     "What a cross-entropy averaged over, found by computing it."
     if f is None or not isinstance(y, Tensor) or y.is_floating_point(): return None
-    ways = [] if y.shape != f.shape[:-1] else ["samples"] if y.ndim == 1 else list(COUNTED)[:2]
-    for how in ways:
+    for how in _possible(f, y):
         if close(float(by_words(f.detach(), y, how)), loss, f): return how
     return None
 
 # %% ../../nbs/networks/16_batches.ipynb #328b38e0
-def pieces(t: object, # a tensor or tensors nested in any way
-           low: int, # first sample
-           high: int, # one past the last
-           axis: int = 0, # along which they lie
-          ) -> object:
+def pieces(
+    t: object, # a tensor or tensors nested in any way
+    low: int, # first sample
+    high: int, # one past the last
+    axis: int = 0, # along which they lie
+) -> object:
     "Some samples of an output, a target or a batch."
     if isinstance(t, Tensor): return t.narrow(axis, low, high - low) if t.ndim > axis else t
     if isinstance(t, Mapping): return {k: pieces(v, low, high, axis) for k, v in t.items()}
@@ -187,56 +220,67 @@ def pieces(t: object, # a tensor or tensors nested in any way
     return t
 
 # %% ../../nbs/networks/16_batches.ipynb #de87b8db
-def averaged(f: Tensor, # output
-             y: object, # target
-             loss: float, # of the whole batch
-             of_part: Callable[[int, int], float], # loss of samples low … high
-            ) -> str | None: # a key of `COUNTED`, "sum", or None when nothing fits
+def averaged(
+    f: Tensor, # output
+    y: object, # target
+    loss: float, # of the whole batch
+    of_part: Callable[[int, int], float], # loss of samples low … high
+) -> str | None: # a key of `COUNTED`, "sum", or None when nothing fits
     "What a loss averages over, found from the losses of two parts of the batch."
     n = len(f)
     cut = max(1, n // 3)
     a, b = of_part(0, cut), of_part(cut, n)
-    for how, count in COUNTED.items():
-        if how != "samples" and not _has_words(y): continue
-        w, v = (count(f[i:j], pieces(y, i, j)) for i, j in ((0, cut), (cut, n)))
+    for how in COUNTED if _has_words(y) else ("samples",):
+        w, v = (COUNTED[how](f[i:j], pieces(y, i, j)) for i, j in ((0, cut), (cut, n)))
         if w + v > 0 and close((w * a + v * b) / (w + v), loss, f): return how
     return "sum" if close(a + b, loss, f) else None
 
+# %% ../../nbs/networks/16_batches.ipynb #1dc8dfdd
+def _signs(n: int, random: torch.Generator) -> Tensor:
+    "−1 for half of the samples, at random, and 1 for the others."
+    s = torch.ones(n)
+    s[torch.randperm(n, generator=random)[:max(1, n // 2)]] = -1
+    return s
+
 # %% ../../nbs/networks/16_batches.ipynb #d45d8c34
-def _signed(f: Tensor, # output
-            at: list[Any], # where gradients are wanted
-            axis: int, # of the samples
-            random: torch.Generator, # not the caller's
-           ) -> tuple[tuple, tuple]: # gradients without and with signs
+def _signed(
+    f: Tensor, at: list[Any], axis: int, random: torch.Generator,
+) -> tuple[tuple, tuple]: # without and with signs
     "Gradients of ⟨u, f⟩, and of the same with a random sign for each sample."
     u = torch.randn(f.shape, generator=random).to(f)
     shape = [1] * f.ndim
     shape[axis] = f.shape[axis]
-    s = torch.ones(f.shape[axis])
-    s[torch.randperm(len(s), generator=random)[:max(1, len(s) // 2)]] = -1
+    s = _signs(f.shape[axis], random)
     grad = lambda v: torch.autograd.grad(f, at, v, allow_unused=True, retain_graph=True)
     return grad(u), grad(u * s.reshape(shape).to(f))
 
+# %% ../../nbs/networks/16_batches.ipynb #67bc7619
+def _is_mixed(plain: Tensor | None, signed: Tensor | None, tolerance: float) -> bool:
+    "Whether more than the signs of a gradient has changed."
+    if plain is None or signed is None: return False
+    off = (plain.abs() - signed.abs()).abs().max()
+    return bool(off > tolerance * plain.abs().max())
+
 # %% ../../nbs/networks/16_batches.ipynb #6e25fe15
-def mixing(f: Tensor, # output, with its graph
-           calls: list[Call], # the products of this forward pass
-           axis: int = 0, # of f that holds the samples
-          ) -> dict[str, int]: # uses of weights whose rows belong to several samples: how many rows
+def mixing(
+    f: Tensor, # output, with its graph
+    calls: list[Call], # the products of this forward pass
+    axis: int = 0, # of f that holds the samples
+) -> dict[str, int]: # uses of weights whose rows belong to several samples: how many rows
     "Which products mix samples."
     if f.ndim <= axis or f.shape[axis] < 2 or not calls: return {}
     plain, signed = _signed(f, [c.at for c in calls], axis, torch.Generator().manual_seed(0))
-    tolerance = 2e-2 if f.dtype.itemsize < 4 else 1e-4
     found: dict[str, int] = {}
     for call, a, b in zip(calls, plain, signed):
-        if a is None or b is None: continue
-        if (a.abs() - b.abs()).abs().max() > tolerance * a.abs().max():
+        if _is_mixed(a, b, _tolerance(f)):
             found |= {p.use: len(call.rows_of(a, p)) for p in call.parts}
     return found
 
 # %% ../../nbs/networks/16_batches.ipynb #8c9b2686
-def samples_axis(f: Tensor, # output, with its graph
-                 calls: list[Call], # the products of this forward pass
-                ) -> tuple[int, set[str]]: # axis of the samples; uses that mix them
+def samples_axis(
+    f: Tensor, # output, with its graph
+    calls: list[Call], # the products of this forward pass
+) -> tuple[int, set[str]]: # axis of the samples; uses that mix them
     "Along which axis of the output the samples lie, and which products mix them."
     first = mixing(f, calls, 0)
     whole = f.ndim > 2 and any(rows >= f.shape[0] * f.shape[1] for rows in first.values())

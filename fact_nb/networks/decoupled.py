@@ -18,16 +18,22 @@ from ..linalg import rel_err, sym
 from .moving_average import add_sym_, at_gradients, bare_optimizer, check_holds
 from .moving_average import followed, groups_of, is_skipped, weight_of
 from .processes import assembled
+from .weights import Matrix
 from ..runtime import dtype_for
 
-# %% ../../nbs/networks/17_decoupled.ipynb #5ff559cd
-def gradient_size(state: Mapping[str, Any], # optimizer.state[p] after a step
-                  group: Mapping[str, Any], # the optimizer's settings for p
-                 ) -> Tensor: # shaped like p; negative where the optimizer climbs
-    "√v̂ + ε: what AdamW divides the gradient by."
+# %% ../../nbs/networks/17_decoupled.ipynb #cedab047
+def _mean_square(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    "v̂, without the bias of its start."
     v = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    v_hat = v / (1 - group["betas"][1] ** float(state["step"]))
-    size = v_hat.sqrt() + group["eps"]
+    return v / (1 - group["betas"][1] ** float(state["step"]))
+
+# %% ../../nbs/networks/17_decoupled.ipynb #5ff559cd
+def gradient_size(
+    state: Mapping[str, Any], # optimizer.state[p] after a step
+    group: Mapping[str, Any], # the optimizer's settings for p
+) -> Tensor: # shaped like p; negative where the optimizer climbs
+    "√v̂ + ε: what AdamW divides the gradient by."
+    size = _mean_square(state, group).sqrt() + group["eps"]
     return -size if group.get("maximize") else size
 
 # %% ../../nbs/networks/17_decoupled.ipynb #8a9db420
@@ -37,8 +43,9 @@ def _decoupled(opt: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", beside))
 
 # %% ../../nbs/networks/17_decoupled.ipynb #9840fba2
-def what_is_possible(opt: torch.optim.Optimizer, # without a state that we can use
-                    ) -> str:
+def what_is_possible(
+    opt: torch.optim.Optimizer, # without a state that we can use
+) -> str:
     "One line for whoever passes an optimizer of another kind than AdamW."
     name = type(opt).__name__
     if not any(_decoupled(opt, group) for group in opt.param_groups):
@@ -47,20 +54,25 @@ def what_is_possible(opt: torch.optim.Optimizer, # without a state that we can u
     return (f"{name} keeps no mean square of every gradient entry, so that its rest cannot be "
             "read at one point: follow its steps with fact_nb.networks.decoupled.DecayedSteps")
 
+# %% ../../nbs/networks/17_decoupled.ipynb #39df2e82
+def _is_adamw(opt: torch.optim.Optimizer) -> bool:
+    "Whether the settings and the state are AdamW's."
+    settings = all("betas" in g and "eps" in g and _decoupled(opt, g) for g in opt.param_groups)
+    return settings and all("exp_avg_sq" in s and "step" in s for s in opt.state.values())
+
 # %% ../../nbs/networks/17_decoupled.ipynb #9266c30c
 def _check_adamw(opt: torch.optim.Optimizer) -> None:
-    "Raise unless the optimizer is AdamW, of torch or alike, and has taken a step."
+    "Raise unless the optimizer is AdamW and has taken a step."
     if not opt.state:
         raise ValueError("the optimizer has taken no step: pass the one that trained the model, "
                          "or load its state with load_state_dict")
-    adamw = all("betas" in g and "eps" in g and _decoupled(opt, g) for g in opt.param_groups)
-    if adamw and all("exp_avg_sq" in s and "step" in s for s in opt.state.values()): return
-    raise TypeError(what_is_possible(opt))
+    if not _is_adamw(opt): raise TypeError(what_is_possible(opt))
 
 # %% ../../nbs/networks/17_decoupled.ipynb #fb6c5af7
-def gradient_sizes(model: nn.Module, # that was trained
-                   optimizer: torch.optim.Optimizer, # AdamW, perhaps in a trainer's wrapper
-                  ) -> dict[str, Tensor]: # parameter's name → √v̂ + ε
+def gradient_sizes(
+    model: nn.Module, # that was trained
+    optimizer: torch.optim.Optimizer, # AdamW, perhaps in a trainer's wrapper
+) -> dict[str, Tensor]: # parameter's name → √v̂ + ε
     "What AdamW divides each entry of each gradient by; parameters without a step are left out."
     opt = bare_optimizer(optimizer)
     _check_adamw(opt)
@@ -83,19 +95,21 @@ class DecayedSum:
         return self.kept * self.start + sym(self.linear) + self.square
 
 # %% ../../nbs/networks/17_decoupled.ipynb #a1f0f318
-def new_sum(A: Tensor, # W or Wᵀ as it is now
-           ) -> DecayedSum:
+def new_sum(
+    A: Tensor, # W or Wᵀ as it is now
+) -> DecayedSum:
     "A sum that starts here."
     A = A.detach().to(dtype_for(A.device))
     N = A.T @ A
     return DecayedSum(N, torch.zeros_like(N), torch.zeros_like(N))
 
 # %% ../../nbs/networks/17_decoupled.ipynb #5f1f7f3f
-def add_decayed(s: DecayedSum, # changed
-                A: Tensor, # W or Wᵀ before the step
-                new: Tensor, # and after it
-                decay: float, # ηλ
-               ) -> None:
+def add_decayed(
+    s: DecayedSum, # changed
+    A: Tensor, # W or Wᵀ before the step
+    new: Tensor, # and after it
+    decay: float, # ηλ
+) -> None:
     "N⁺ = (1 − ηλ)²N − 2η(1 − ηλ) sym(Aᵀu) + η²uᵀu, with ηu = (1 − ηλ)A − A⁺."
     A, new = (B.to(s.start.dtype) for B in (A, new))
     keep = 1 - decay
@@ -107,18 +121,20 @@ def add_decayed(s: DecayedSum, # changed
 # %% ../../nbs/networks/17_decoupled.ipynb #13a33d2c
 class Lion(torch.optim.Optimizer):
     "W ← (1 − ηλ)W − η·sign(β₁m + (1 − β₁)G), then m ← β₂m + (1 − β₂)G."
-    def __init__(self,
-                 params: Any, # as every optimizer of torch takes them
-                 lr: float = 1e-4, # η: the length of every entry's step
-                 betas: tuple[float, float] = (.9, .99), # of the step, of the momentum
-                 weight_decay: float = 0., # λ
-                ) -> None:
+    def __init__(
+        self,
+        params: Any, # as every optimizer of torch takes them
+        lr: float = 1e-4, # η: the length of every entry's step
+        betas: tuple[float, float] = (.9, .99), # of the step, of the momentum
+        weight_decay: float = 0., # λ
+    ) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
 
     @torch.no_grad()
-    def step(self,
-             closure: Callable | None = None, # evaluates the loss again; None: gradients are there
-            ) -> Any:
+    def step(
+        self,
+        closure: Callable | None = None, # evaluates the loss again; None: gradients are there
+    ) -> Any:
         "One step; a closure is evaluated first."
         with torch.enable_grad():
             loss = closure() if closure else None
@@ -137,22 +153,29 @@ def _lion_step(p: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> No
     p.add_(torch.sign(b1 * m + (1 - b1) * g), alpha=-lr)
     m.lerp_(g, 1 - b2)
 
+# %% ../../nbs/networks/17_decoupled.ipynb #9bcfdba1
+def _held(
+    model: nn.Module, optimizer: torch.optim.Optimizer, layers: Collection[str] | None,
+) -> dict[str, Matrix]:
+    "The matrices that an optimizer holds; all that are named, and at least one."
+    groups, found = groups_of(optimizer), followed(model, layers)
+    held = {k: x for k, x in found.items() if id(x.param) in groups}
+    if layers is not None or not held:
+        check_holds(optimizer, found)
+    return held
+
 # %% ../../nbs/networks/17_decoupled.ipynb #0a8a570f
 class DecayedSteps:
     "Follows N = WᵀW through every step of an optimizer with decoupled decay, exactly."
-    def __init__(self,
-                 model: nn.Module, # before the first step; on its device
-                 optimizer: torch.optim.Optimizer, # any; what it holds is followed
-                 backward: bool = False, # also WWᵀ
-                 layers: Collection[str] | None = None, # names as in `measure`; None: all it holds
-                ):
+    def __init__(
+        self,
+        model: nn.Module, # before the first step; on its device
+        optimizer: torch.optim.Optimizer, # any; what it holds is followed
+        backward: bool = False, # also WWᵀ
+        layers: Collection[str] | None = None, # names as in `measure`; None: all it holds
+    ):
         optimizer = bare_optimizer(optimizer)
-        groups, found = groups_of(optimizer), followed(model, layers)
-        if layers is not None:
-            check_holds(optimizer, found)
-        self.matrices = {k: x for k, x in found.items() if id(x.param) in groups}
-        if not self.matrices:
-            check_holds(optimizer, found)
+        self.matrices = _held(model, optimizer, layers)
         self.forward = {k: new_sum(weight_of(x)) for k, x in self.matrices.items()}
         self.backward = {k: new_sum(weight_of(x).T) for k, x in self.matrices.items() if backward}
         self.count = 0 # steps taken
@@ -187,19 +210,29 @@ def _add_all(m: DecayedSteps, optimizer: torch.optim.Optimizer) -> None:
     m.count += 1
     groups = groups_of(optimizer)
     for k, old in m.before.items():
-        group, new = groups[id(m.matrices[k].param)], weight_of(m.matrices[k])
-        decay = float(group["lr"]) * group.get("weight_decay", 0.)
-        add_decayed(m.forward[k], old, new, decay)
-        if k in m.backward:
-            add_decayed(m.backward[k], old.T, new.T, decay)
+        _add_layer(m, k, old, groups[id(m.matrices[k].param)])
     m.before = {}
 
+# %% ../../nbs/networks/17_decoupled.ipynb #514c0c80
+def _add_layer(m: DecayedSteps, name: str, old: Tensor, group: Mapping[str, Any]) -> None:
+    "Add the step of one layer, on its sides."
+    new = weight_of(m.matrices[name])
+    decay = float(group["lr"]) * group.get("weight_decay", 0.)
+    add_decayed(m.forward[name], old, new, decay)
+    if name in m.backward:
+        add_decayed(m.backward[name], old.T, new.T, decay)
+
+# %% ../../nbs/networks/17_decoupled.ipynb #3554bcb0
+def _parts(s: DecayedSum) -> dict[str, Tensor]:
+    "What is left of the start, and what the steps have added."
+    return dict(start=s.kept * s.start, linear=s.linear, square=s.square)
+
 # %% ../../nbs/networks/17_decoupled.ipynb #5854572a
-def _shares(s: DecayedSum, x: Any, side: str) -> dict[str, float]:
-    "r of the sum, and what of tr N is left of the start, linear, square."
+def _shares(s: DecayedSum, x: Matrix, side: str) -> dict[str, float]:
+    "r of the sum, and the share of each part in tr N."
     W = weight_of(x).to(s.start.dtype)
     A = W if side == "forward" else W.T
     N = A.T @ A
     trace = float(N.trace())
-    parts = dict(start=s.kept * s.start, linear=s.linear, square=s.square)
-    return dict(r=rel_err(N, s.total)) | {k: float(P.trace()) / trace for k, P in parts.items()}
+    shares = {k: float(P.trace()) / trace for k, P in _parts(s).items()}
+    return dict(r=rel_err(N, s.total)) | shares

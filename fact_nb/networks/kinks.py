@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..arguments import check_number
 from ..linalg import pearson, rel_err
+from .critical_points import for_scipy
 from .quantities import fact, nfm
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0006
@@ -31,8 +32,9 @@ class ReluPass(NamedTuple):
     D: Tensor # gradient of the mean loss by the outputs, n × c
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0008
-def linear_layers(net: nn.Sequential, # Linear, ReLU, Linear, …, Linear
-                 ) -> list[nn.Linear]:
+def linear_layers(
+    net: nn.Sequential, # Linear, ReLU, Linear, …, Linear
+) -> list[nn.Linear]:
     "The linear layers of a ReLU perceptron."
     kinds = [nn.Linear if i % 2 == 0 else nn.ReLU for i in range(len(net))]
     plain = len(net) % 2 and all(type(m) is kind for m, kind in zip(net, kinds))
@@ -41,23 +43,29 @@ def linear_layers(net: nn.Sequential, # Linear, ReLU, Linear, …, Linear
                          "Linear, …, Linear; cut that part out of your model, as mlp() builds it")
     return [m for m in net if isinstance(m, nn.Linear)]
 
+# %% ../../nbs/networks/18_kinks.ipynb #4e42aa2a
+def _with_bias(m: nn.Linear, h: Tensor) -> tuple[Tensor, Tensor, Tensor]: # W, V, H
+    "A layer's weight, and weight and input with the bias as one more of each."
+    W = _as_double(m.weight)
+    if m.bias is None: return W, W, h
+    V = torch.cat([W, _as_double(m.bias)[:, None]], 1)
+    return W, V, torch.cat([h, h.new_ones(len(h), 1)], 1)
+
 # %% ../../nbs/networks/18_kinks.ipynb #kk0011
-def relu_pass(net: nn.Sequential, # left as it is
-              loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
-              X: Tensor, # all inputs, n × d
-              y: Tensor, # all targets
-             ) -> ReluPass:
+def relu_pass(
+    net: nn.Sequential, # left as it is
+    loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
+    X: Tensor, # all inputs, n × d
+    y: Tensor, # all targets
+) -> ReluPass:
     "Inputs and pre-activations of every layer, and the loss's gradient by the outputs."
-    h = _as_double(X)
-    Ws, Vs, Hs, Zs = [], [], [], []
+    h, found = _as_double(X), []
     for m in linear_layers(net):
-        W = _as_double(m.weight)
-        bias = m.bias is not None
-        Ws.append(W)
-        Vs.append(torch.cat([W, _as_double(m.bias)[:, None]], 1) if bias else W)
-        Hs.append(torch.cat([h, h.new_ones(len(h), 1)], 1) if bias else h)
-        Zs.append(Hs[-1] @ Vs[-1].T)
-        h = Zs[-1].relu()
+        W, V, H = _with_bias(m, h)
+        Z = H @ V.T
+        found.append((W, V, H, Z))
+        h = Z.relu()
+    Ws, Vs, Hs, Zs = (list(ts) for ts in zip(*found))
     out = Zs.pop().requires_grad_()
     D, = torch.autograd.grad(loss_fn(out, _as_double(y)), out)
     return ReluPass(Ws, Vs, Hs, Zs, D)
@@ -69,15 +77,17 @@ def _as_double(t: Tensor) -> Tensor:
     return t.double() if t.is_floating_point() else t
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0014
-def relu_slopes(p: ReluPass, # a forward pass
-               ) -> list[Tensor]: # of the hidden layers, n × d'
+def relu_slopes(
+    p: ReluPass, # a forward pass
+) -> list[Tensor]: # of the hidden layers, n × d'
     "Autograd's slopes: 1 above zero, 0 elsewhere."
     return [(z > 0).double() for z in p.Z]
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0015
-def slope_gradients(p: ReluPass, # a forward pass
-                    S: Sequence[Tensor], # slopes of the hidden layers
-                   ) -> list[Tensor]: # of every layer, shaped like V
+def slope_gradients(
+    p: ReluPass, # a forward pass
+    S: Sequence[Tensor], # slopes
+) -> list[Tensor]: # of every layer, shaped like V
     "G = DᵀH from the output down."
     D = p.D
     found = [D.T @ p.H[-1]]
@@ -87,30 +97,35 @@ def slope_gradients(p: ReluPass, # a forward pass
     return found[::-1]
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0021
-def at_kinks(p: ReluPass, # a forward pass
-             tol: float = 1e-4, # of the mean |z| of a layer
-            ) -> list[Tensor]: # masks of the hidden layers, n × d'
+def at_kinks(
+    p: ReluPass, # a forward pass
+    tol: float = 1e-4, # of the mean |z| of a layer
+) -> list[Tensor]: # masks of the hidden layers, n × d'
     "The entries that sit at the kink."
     check_number(tol, "tol", above=0)
     return [z.abs() <= tol * z.abs().mean() for z in p.Z]
 
+# %% ../../nbs/networks/18_kinks.ipynb #4a19c897
+def _others(mask: Tensor, random: torch.Generator) -> Tensor:
+    "For every neuron as many entries as its mask has, none of them in it."
+    order = torch.rand(mask.shape, generator=random) + 2 * mask    # kinks come last
+    place = order.argsort(0).argsort(0)
+    return (place < mask.sum(0)) & ~mask
+
 # %% ../../nbs/networks/18_kinks.ipynb #kk0023
-def random_entries(free: Sequence[Tensor], # masks of `at_kinks`
-                   seed: int = 0, # of the draw
-                  ) -> list[Tensor]: # masks of the same shapes
+def random_entries(
+    free: Sequence[Tensor], # masks of `at_kinks`
+    seed: int = 0, # of the draw
+) -> list[Tensor]: # masks of the same shapes
     "As many entries a neuron, none of them at a kink."
-    g = torch.Generator().manual_seed(seed)
-    drawn = []
-    for mask in free:
-        order = torch.rand(mask.shape, generator=g) + 2 * mask       # kinks come last
-        place = order.argsort(0).argsort(0)
-        drawn.append((place < mask.sum(0)) & ~mask)
-    return drawn
+    random = torch.Generator().manual_seed(seed)
+    return [_others(mask, random) for mask in free]
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0026
-def neuron_slopes(A: Tensor, # d × k: what each free slope adds to the gradient
-                  t: Tensor, # d: what they should add up to
-                 ) -> Tensor: # k, each in [0, 1]
+def neuron_slopes(
+    A: Tensor, # d × k: what each free slope adds to the gradient
+    t: Tensor, # d: what they should add up to
+) -> Tensor: # k, each in [0, 1]
     "argmin ‖As − t‖ over 0 ≤ s ≤ 1."
     scale = float(A.abs().max())
     if not scale: return A.new_zeros(A.shape[1])         # a dead neuron: no slope matters
@@ -119,10 +134,11 @@ def neuron_slopes(A: Tensor, # d × k: what each free slope adds to the gradient
     return torch.from_numpy(found.x).clamp(0, 1)
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0030
-def top_down_slopes(p: ReluPass, # a forward pass
-                    free: Sequence[Tensor], # masks of the entries to solve for
-                    lam: float, # weight decay λ
-                   ) -> list[Tensor]: # of the hidden layers, n × d'
+def top_down_slopes(
+    p: ReluPass, # a forward pass
+    free: Sequence[Tensor], # masks of the entries to solve for
+    lam: float, # weight decay λ
+) -> list[Tensor]: # of the hidden layers, n × d'
     "Slopes that bring layer after layer to rest, from the output down."
     S, D = relu_slopes(p), p.D
     for l in reversed(range(len(S))):
@@ -137,98 +153,109 @@ def top_down_slopes(p: ReluPass, # a forward pass
     return S
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0036
-def rest_defect(p: ReluPass, # a forward pass
-                S: Sequence[Tensor], # slopes
-                lam: float, # weight decay λ
-               ) -> Tensor:
-    "F: squared distances from rest, each layer in units of its decay."
-    Gs = slope_gradients(p, S)
-    parts = [(lam * V + G).square().sum() / (lam * V).square().sum() for V, G in zip(p.V, Gs)]
+def rest_defect(
+    p: ReluPass, # a forward pass
+    S: Sequence[Tensor], # slopes
+    lam: float, # λ
+) -> Tensor:
+    "F: squared distances from rest, in units of the decay."
+    pairs = zip(p.V, slope_gradients(p, S))
+    parts = [(lam * V + G).square().sum() / (lam * V).square().sum() for V, G in pairs]
     return torch.stack(parts).sum()
 
-# %% ../../nbs/networks/18_kinks.ipynb #kk0037
-def joint_slopes(p: ReluPass, # a forward pass
-                 S: Sequence[Tensor], # where to start
-                 free: Sequence[Tensor], # masks of the entries to solve for
-                 lam: float, # weight decay λ
-                 iters: int = 100, # of L-BFGS-B, at most
-                ) -> list[Tensor]:
-    "Slopes that bring all layers nearer to rest at once."
-    sizes = [int(f.sum()) for f in free]
-    if not sum(sizes) or not iters: return list(S)
-    place = lambda s: [a.masked_scatter(f, v) for a, f, v in zip(S, free, s.split(sizes))]
+# %% ../../nbs/networks/18_kinks.ipynb #f95726cd
+def _placed(S: Sequence[Tensor], free: Sequence[Tensor], s: Tensor) -> list[Tensor]:
+    "Slopes in which the free entries have these values."
+    values = s.split([int(f.sum()) for f in free])
+    return [a.masked_scatter(f, v) for a, f, v in zip(S, free, values)]
 
-    def value_and_grad(x: np.ndarray) -> tuple[float, np.ndarray]:
-        s = torch.from_numpy(x.copy()).requires_grad_()
-        value = rest_defect(p, place(s), lam)
-        return value.item(), torch.autograd.grad(value, s)[0].numpy()
+# %% ../../nbs/networks/18_kinks.ipynb #kk0037
+def joint_slopes(
+    p: ReluPass, # a forward pass
+    S: Sequence[Tensor], # where to start
+    free: Sequence[Tensor], # masks of the entries to solve for
+    lam: float, # weight decay λ
+    iters: int = 100, # of L-BFGS-B, at most
+) -> list[Tensor]:
+    "Slopes that bring all layers nearer to rest at once."
+    if not any(f.any() for f in free) or not iters: return list(S)
+    defect = for_scipy(lambda s: rest_defect(p, _placed(S, free, s), lam))
     start = torch.cat([a[f] for a, f in zip(S, free)]).numpy()
-    found = minimize(value_and_grad, start, jac=True, method="L-BFGS-B",
+    found = minimize(defect, start, jac=True, method="L-BFGS-B",
                      bounds=[(0, 1)] * len(start), options=dict(maxiter=iters))
-    return place(torch.from_numpy(found.x))
+    return _placed(S, free, torch.from_numpy(found.x))
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0040
-def solved_slopes(p: ReluPass, # a forward pass
-                  free: Sequence[Tensor], # masks of the entries to solve for
-                  lam: float, # weight decay λ
-                  iters: int = 100, # of the descent on all layers together; 0 for none
-                 ) -> list[Tensor]:
+def solved_slopes(
+    p: ReluPass, # a forward pass
+    free: Sequence[Tensor], # masks of the entries to solve for
+    lam: float, # weight decay λ
+    iters: int = 100, # of the descent on all layers together; 0 for none
+) -> list[Tensor]:
     "From the output down, then all layers together."
     return joint_slopes(p, top_down_slopes(p, free, lam), free, lam, iters)
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0041
-def fact_with_slopes(p: ReluPass, # a forward pass
-                     S: Sequence[Tensor], # slopes of the hidden layers
-                     lam: float, # weight decay λ
-                    ) -> list[Tensor]: # of every layer, d × d
-    "FACT of every layer with these slopes in place of ReLU's derivative."
+def fact_with_slopes(
+    p: ReluPass, # a forward pass
+    S: Sequence[Tensor], # slopes
+    lam: float, # λ
+) -> list[Tensor]: # d × d
+    "FACT of every layer, with slopes for ReLU's derivative."
     Gs = slope_gradients(p, S)
     return [fact(W, G[:, :W.shape[1]], lam) for W, G in zip(p.W, Gs)]
 
+# %% ../../nbs/networks/18_kinks.ipynb #0c1a9c4b
+def _share_inside(s: Tensor) -> float:
+    "The share of slopes that lie strictly between 0 and 1."
+    return float(((s > 1e-3) & (s < 1 - 1e-3)).double().mean())
+
 # %% ../../nbs/networks/18_kinks.ipynb #kk0043
-def slopes_inside(S: Sequence[Tensor], # solved slopes
-                  free: Sequence[Tensor], # masks of the entries that were solved for
-                 ) -> list[float]: # one a hidden layer; nan where none was free
-    "The share of free slopes that lie strictly between 0 and 1."
-    return [float(((s[f] > 1e-3) & (s[f] < 1 - 1e-3)).double().mean()) for s, f in zip(S, free)]
+def slopes_inside(
+    S: Sequence[Tensor], # solved slopes
+    free: Sequence[Tensor], # masks of the entries that were solved for
+) -> list[float]: # one a hidden layer; nan where none was free
+    "The share of free slopes between 0 and 1."
+    return [_share_inside(s[f]) for s, f in zip(S, free)]
 
 # %% ../../nbs/networks/18_kinks.ipynb #kk0046
-def kink_fact(net: nn.Sequential, # linear layers with a ReLU between each two; left as it is
-              loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
-              X: Tensor, # all training inputs
-              y: Tensor, # all training targets
-              weight_decay: float, # λ of the training
-              tol: float = 1e-4, # within this share of a layer's mean |z| an entry is at the kink
-              iters: int = 100, # of the descent on all layers together; 0 for none
-              seed: int = 0, # of the control
-             ) -> pd.DataFrame: # a row per layer
+def kink_fact(
+    net: nn.Sequential, # linear layers with a ReLU between each two; left as it is
+    loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
+    X: Tensor, # all training inputs
+    y: Tensor, # all training targets
+    weight_decay: float, # λ of the training
+    tol: float = 1e-4, # within this share of a layer's mean |z| an entry is at the kink
+    iters: int = 100, # of the descent on all layers together; 0 for none
+    seed: int = 0, # of the control
+) -> pd.DataFrame: # a row per layer
     "FACT against WᵀW: autograd's slopes, slopes solved at the kinks, and the control."
     check_number(weight_decay, "weight_decay", above=0)
     p = relu_pass(net, loss_fn, X, y)
     free = at_kinks(p, tol)
     masks = dict(kinks=free, random=random_entries(free, seed))
-    readings = {"": relu_slopes(p)}
-    for name, mask in masks.items():
-        readings[f"_{name}"] = solved_slopes(p, mask, weight_decay, iters)
+    solved = {k: solved_slopes(p, mask, weight_decay, iters) for k, mask in masks.items()}
+    readings = {"": relu_slopes(p)} | {f"_{k}": S for k, S in solved.items()}
     facts = {k: fact_with_slopes(p, S, weight_decay) for k, S in readings.items()}
-    inside = {k: slopes_inside(readings[f"_{k}"], mask) for k, mask in masks.items()}
-    return _kink_table(p, free, facts, inside)
+    inside = {k: slopes_inside(S, masks[k]) for k, S in solved.items()}
+    return pd.DataFrame([_kink_row(p.W, l, free, facts, inside) for l in range(len(p.W))])
 
-# %% ../../nbs/networks/18_kinks.ipynb #kk0048
-def _kink_table(p: ReluPass,
-                free: Sequence[Tensor], # masks of the kinks
-                facts: dict[str, list[Tensor]], # by the ending of a column's name
-                inside: dict[str, list[float]], # shares of `slopes_inside`, of the hidden layers
-               ) -> pd.DataFrame:
-    "A row per layer: how many kinks, and r and correlation of each reading."
-    rows = []
-    for l, W in enumerate(p.W):
-        kinks = free[l].double() if l < len(free) else W.new_zeros(1, len(W))
-        row = dict(layer=l + 1, inputs=W.shape[1], share=float(kinks.mean()),
-                   unknowns=float(kinks.sum(0).mean()))
-        row |= {f"inside_{k}": v[l] if l < len(v) else np.nan for k, v in inside.items()}
-        N = nfm(W)
-        row |= {f"r{k}": rel_err(N, A[l]) for k, A in facts.items()}
-        row |= {f"pearson{k}": pearson(N, A[l]) for k, A in facts.items()}
-        rows.append(row)
-    return pd.DataFrame(rows)
+# %% ../../nbs/networks/18_kinks.ipynb #93972614
+def _counted(W: Tensor, free: Sequence[Tensor], l: int) -> dict[str, float]:
+    "How many entries of a layer are at the kink; none of the last, which has no ReLU."
+    kinks = free[l].double() if l < len(free) else W.new_zeros(1, len(W))
+    return dict(layer=l + 1, inputs=W.shape[1], share=float(kinks.mean()),
+                unknowns=float(kinks.sum(0).mean()))
+
+# %% ../../nbs/networks/18_kinks.ipynb #9fe9b767
+def _kink_row(
+    Ws: Sequence[Tensor], l: int, free: Sequence[Tensor],
+    facts: dict[str, list[Tensor]], # by the ending of a column's name
+    inside: dict[str, list[float]], # shares of `slopes_inside`, of the hidden layers
+) -> dict[str, float]:
+    "How many kinks a layer has, and r and correlation of each reading."
+    N = nfm(Ws[l])
+    row = _counted(Ws[l], free, l)
+    row |= {f"inside_{k}": v[l] if l < len(v) else np.nan for k, v in inside.items()}
+    row |= {f"r{k}": rel_err(N, A[l]) for k, A in facts.items()}
+    return row | {f"pearson{k}": pearson(N, A[l]) for k, A in facts.items()}

@@ -21,9 +21,10 @@ from ..linalg import pearson, rel_err
 from .quantities import nfm
 
 # %% ../../nbs/networks/19_margin.ipynb #mg0007
-def log_cross_entropy(out: Tensor, # n × c
-                      y: Tensor, # n classes
-                     ) -> Tensor:
+def log_cross_entropy(
+    out: Tensor, # n × c
+    y: Tensor, # n classes
+) -> Tensor:
     "log of the mean cross-entropy, also where that is too small for a float."
     column = y[:, None]
     against = out - out.gather(1, column)                          # f_k − f_y
@@ -32,31 +33,38 @@ def log_cross_entropy(out: Tensor, # n × c
     each = torch.where(tail, m, nn.functional.softplus(m.clamp(min=-30.)).log())
     return each.logsumexp(0) - math.log(len(y))
 
+# %% ../../nbs/networks/19_margin.ipynb #8fb5bf9e
+def _square(*tensors: Tensor) -> float:
+    "‖·‖² of all of them together."
+    return sum(float(t.square().sum()) for t in tensors)
+
 # %% ../../nbs/networks/19_margin.ipynb #mg0011
-def effective_decay(Ws: Sequence[Tensor], # all parameters
-                    Gs: Sequence[Tensor], # gradients of L, or of log L
-                   ) -> float: # in the units of the gradients
+def effective_decay(
+    Ws: Sequence[Tensor], # all parameters
+    Gs: Sequence[Tensor], # gradients of L, or of log L
+) -> float: # in the units of the gradients
     "λ_eff = −⟨θ, ∇⟩ / ‖θ‖²: the λ for which ‖∇ + λθ‖ is least."
-    inner = sum(float((W * G).sum()) for W, G in zip(Ws, Gs))
-    return -inner / sum(float(W.square().sum()) for W in Ws)
+    return -sum(float((W * G).sum()) for W, G in zip(Ws, Gs)) / _square(*Ws)
 
 # %% ../../nbs/networks/19_margin.ipynb #mg0014
-def angle_bound(W: Tensor, # d' × d
-                norm: float, # ‖θ‖ of all layers
-                cos: float, # of the angle between θ and −∇L
-               ) -> float:
+def angle_bound(
+    W: Tensor, # d' × d
+    norm: float, # ‖θ‖
+    cos: float, # of θ and −∇L
+) -> float:
     "r ≤ ‖W‖₂ ‖θ‖ tan γ / ‖WᵀW‖."
     if cos <= 0: return math.inf
     tan = math.sqrt(max(0., 1 - cos**2)) / cos
     return float(torch.linalg.matrix_norm(W, 2)) * norm * tan / float(nfm(W).norm())
 
 # %% ../../nbs/networks/19_margin.ipynb #mg0016
-def balance_bound(W: Tensor, # d' × d
-                  square: float, # ‖θ‖²
-                  layers: int, # D
-                 ) -> float:
+def balance_bound(
+    W: Tensor, # d' × d
+    square: float, # ‖θ‖²
+    layers: int, # D
+) -> float:
     "r ≥ |‖θ‖²/D − ‖W‖²| / (√rank ‖WᵀW‖)."
-    gap = abs(square / layers - float(W.square().sum()))
+    gap = abs(square / layers - _square(W))
     rank = int(torch.linalg.matrix_rank(W))
     return gap / (math.sqrt(max(1, rank)) * float(nfm(W).norm()))
 
@@ -72,14 +80,17 @@ class MarginReading:
 
     def table(self) -> pd.DataFrame: # a row per layer
         "r and correlation of FACT with WᵀW, between the two bounds."
-        square = sum(float(W.square().sum()) for W in self.W.values())
-        rows = []
-        for k, W in self.W.items():
-            N, A = nfm(W), self.fact[k]
-            rows.append(dict(layer=k, lower=balance_bound(W, square, len(self.W)),
-                             r=rel_err(N, A), upper=angle_bound(W, square**.5, self.cos),
-                             pearson=pearson(N, A), share=float(W.square().sum()) / square))
-        return pd.DataFrame(rows)
+        square = _square(*self.W.values())
+        return pd.DataFrame([_margin_row(self, k, square) for k in self.W])
+
+# %% ../../nbs/networks/19_margin.ipynb #d13bd17f
+def _margin_row(m: MarginReading, name: str, square: float) -> dict[str, float | str]:
+    "One layer between its bounds; `square` is ‖θ‖²."
+    W = m.W[name]
+    N, A = nfm(W), m.fact[name]
+    return dict(layer=name, lower=balance_bound(W, square, len(m.W)),
+                r=rel_err(N, A), upper=angle_bound(W, square**.5, m.cos),
+                pearson=pearson(N, A), share=_square(W) / square)
 
 # %% ../../nbs/networks/19_margin.ipynb #mg0019
 def _homogeneous_layers(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -91,26 +102,24 @@ def _homogeneous_layers(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 # %% ../../nbs/networks/19_margin.ipynb #mg0020
-def margin_fact(model: nn.Module, # weight matrices only, each once; left as it is
-                X: Tensor, # all training inputs
-                y: Tensor, # all classes
-               ) -> MarginReading:
+def margin_fact(
+    model: nn.Module, # weight matrices only, each once; left as it is
+    X: Tensor, # all training inputs
+    y: Tensor, # all classes
+) -> MarginReading:
     "FACT of every layer with λ_eff in the place of λ."
     ps = _homogeneous_layers(model)
     value = log_cross_entropy(model(X), y)
-    Gs = dict(zip(ps, torch.autograd.grad(value, list(ps.values()))))
-    Ws = {k: p.detach() for k, p in ps.items()}
-    _check_euler([float((Ws[k] * Gs[k]).sum()) for k in Ws])
-    lam = effective_decay(list(Ws.values()), list(Gs.values()))
-    norm = lambda ts: math.sqrt(sum(float(t.square().sum()) for t in ts.values()))
-    log_loss = float(value.detach())
+    Ws, Gs = [p.detach() for p in ps.values()], torch.autograd.grad(value, list(ps.values()))
+    _check_euler([float((W * G).sum()) for W, G in zip(Ws, Gs)])
+    lam, log_loss = effective_decay(Ws, Gs), float(value.detach())
+    facts = [-(W.T @ G) / lam for W, G in zip(Ws, Gs)]
     return MarginReading(log_loss, math.log(lam) + log_loss if lam > 0 else math.nan,
-                         lam * norm(Ws) / norm(Gs), Ws,
-                         {k: -(Ws[k].T @ Gs[k]) / lam for k in Ws})
+                         lam * math.sqrt(_square(*Ws)) / math.sqrt(_square(*Gs)),
+                         dict(zip(ps, Ws)), dict(zip(ps, facts)))
 
 # %% ../../nbs/networks/19_margin.ipynb #mg0021
-def _check_euler(inner: Sequence[float], # ⟨W, G⟩ of every layer
-                ) -> None:
+def _check_euler(inner: Sequence[float]) -> None:
     "Raise unless the layers agree, as they do in a homogeneous network."
     spread = max(inner) - min(inner)
     if spread > 1e-3 * max(abs(v) for v in inner):
@@ -124,13 +133,14 @@ class Moment(NamedTuple):
     log_loss: float # log L
 
 # %% ../../nbs/networks/19_margin.ipynb #mg0030
-def margin_descent(model: nn.Module, # moved
-                   X: Tensor, # all inputs
-                   y: Tensor, # all classes
-                   levels: Sequence[float] = (-1., -10., -100.), # log L, falling
-                   steps: int = 50_000, # at most
-                   fall: float = .02, # of log L in a step, to first order
-                  ) -> Iterator[Moment]: # each time a level is passed
+def margin_descent(
+    model: nn.Module, # moved
+    X: Tensor, # all inputs
+    y: Tensor, # all classes
+    levels: Sequence[float] = (-1., -10., -100.), # log L, falling
+    steps: int = 50_000, # at most
+    fall: float = .02, # of log L in a step, to first order
+) -> Iterator[Moment]: # each time a level is passed
     "Full-batch gradient descent on log L without decay; the model stands at each moment."
     check_number(fall, "fall", above=0)
     ps, left = list(_homogeneous_layers(model).values()), list(levels)
@@ -142,14 +152,11 @@ def margin_descent(model: nn.Module, # moved
             yield Moment(step, now)
         if not left: return
         Gs = torch.autograd.grad(value, ps)
-        _move(ps, Gs, -fall / sum(float(G.square().sum()) for G in Gs))
+        _move(ps, Gs, -fall / _square(*Gs))
 
 # %% ../../nbs/networks/19_margin.ipynb #mg0031
 @torch.no_grad()
-def _move(ps: Sequence[nn.Parameter], # moved
-          along: Sequence[Tensor], # directions
-          length: float, # of the step
-         ) -> None:
+def _move(ps: Sequence[nn.Parameter], along: Sequence[Tensor], length: float) -> None:
     "θ ← θ + length · along."
     for p, G in zip(ps, along):
         p.add_(G, alpha=length)

@@ -7,105 +7,122 @@ __all__ = ['mlp', 'TwoLayerQuadratic', 'linear_network', 'cnn', 'Block', 'CharTr
 
 # %% ../../nbs/networks/07_models.ipynb #c00cc217
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 # %% ../../nbs/networks/07_models.ipynb #9f0b0b2c
-def mlp(d: int, # inputs
-        c: int, # outputs
-        width: int = 1024, # units in every hidden layer
-        hidden: int = 5, # hidden layers
-        bias: bool = True, # False makes the network homogeneous in each weight matrix
-        act: type[nn.Module] = nn.ReLU, # the activation's class
-       ) -> nn.Sequential: # linear layers are named "0", "2", "4", …
+def mlp(
+    d: int, # inputs
+    c: int, # outputs
+    width: int = 1024, # units in every hidden layer
+    hidden: int = 5, # hidden layers
+    bias: bool = True, # False makes the network homogeneous in each weight matrix
+    act: type[nn.Module] = nn.ReLU, # the activation's class
+) -> nn.Sequential: # linear layers are named "0", "2", "4", …
     "A fully connected network: `hidden` layers of `width` units, then a linear output."
     if hidden < 0: raise ValueError(f"hidden must be 0 or more, not {hidden}")
     sizes = [d] + [width] * hidden
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:]):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after, bias=bias), act()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], c, bias=bias))
 
 # %% ../../nbs/networks/07_models.ipynb #93c8b346
 class TwoLayerQuadratic(nn.Module):
     "f(x) = aᵀ (Wx)², without biases."
-    def __init__(self,
-                 d: int, # inputs
-                 width: int, # rows of W
-                 c: int = 1, # outputs
-                ):
+    def __init__(
+        self,
+        d: int, # inputs
+        width: int, # rows of W
+        c: int = 1, # outputs
+    ):
         super().__init__()
         self.W = nn.Linear(d, width, bias=False)
         self.a = nn.Linear(width, c, bias=False)
 
-    def forward(self,
-                x: Tensor, # n × d
-               ) -> Tensor:
+    def forward(
+        self,
+        x: Tensor, # n × d
+    ) -> Tensor:
         return self.a(self.W(x).square())
 
 # %% ../../nbs/networks/07_models.ipynb #f276404a
-def linear_network(d: int, # inputs
-                c: int, # outputs
-                width: int = 512, # size of every inner layer
-                L: int = 3, # number of weight matrices
-               ) -> nn.Sequential: # layers are named "0", "1", …
+def linear_network(
+    d: int, # inputs
+    c: int, # outputs
+    width: int = 512, # size of every inner layer
+    L: int = 3, # number of weight matrices
+) -> nn.Sequential: # layers are named "0", "1", …
     "A product of L matrices, without biases or activations."
     if L < 1: raise ValueError(f"L counts the weight matrices and must be 1 or more, not {L}")
-    sizes = [d] + [width] * (L - 1) + [c]
-    pairs = zip(sizes, sizes[1:])
-    return nn.Sequential(*(nn.Linear(before, after, bias=False) for before, after in pairs))
+    sizes = pairwise([d] + [width] * (L - 1) + [c])
+    return nn.Sequential(*(nn.Linear(before, after, bias=False) for before, after in sizes))
+
+# %% ../../nbs/networks/07_models.ipynb #eba42271
+def _halved(size: int, times: int) -> int:
+    "The side of an image after so many strides of 2, or a ValueError."
+    if size >> times < 1:
+        raise ValueError(f"{times} halvings leave nothing of a side of {size}: "
+                         "use fewer channels")
+    return -(-size // 2**times)
 
 # %% ../../nbs/networks/07_models.ipynb #d756ae73
-def cnn(c: int, # outputs
-        channels: Sequence[int] = (16, 32, 32), # of each convolution; each halves the image's sides
-        size: int = 32, # side of the square input image
-        inputs: int = 3, # colours of the input image
-        bias: bool = True, # biases in every layer
-       ) -> nn.Sequential:
+def cnn(
+    c: int, # outputs
+    channels: Sequence[int] = (16, 32, 32), # of each convolution; each halves the image's sides
+    size: int = 32, # side of the square input image
+    inputs: int = 3, # colours of the input image
+    bias: bool = True, # biases in every layer
+) -> nn.Sequential:
     "Convolutions of kernel 3 and stride 2 with ReLU, then a linear output; nothing else."
-    if size >> len(channels) < 1:
-        raise ValueError(f"{len(channels)} halvings leave nothing of a side of {size}: "
-                         "use fewer channels")
-    widths, side = [inputs, *channels], size
+    widths, side = [inputs, *channels], _halved(size, len(channels))
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:]):
+    for before, after in pairwise(widths):
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=bias), nn.ReLU()]
-        side = (side + 1) // 2
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * side**2, c, bias=bias))
+
+# %% ../../nbs/networks/07_models.ipynb #b664bdef
+def _later(x: Tensor) -> Tensor: # T × T, for n × T × width
+    "The positions that a position must not look at: those after it."
+    T = x.shape[1]
+    return torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
 
 # %% ../../nbs/networks/07_models.ipynb #536ba75e
 class Block(nn.Module):
     "Causal self-attention, then a two-layer perceptron; each is added to its input."
-    def __init__(self,
-                 width: int, # of the residual stream
-                 heads: int, # attention heads
-                ):
+    def __init__(
+        self,
+        width: int, # of the residual stream
+        heads: int, # attention heads
+    ):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attn = nn.MultiheadAttention(width, heads, batch_first=True)
         inner = 4 * width
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, width))
 
-    def forward(self,
-                x: Tensor, # n × T × width
-               ) -> Tensor: # the same again
-        T, h = x.shape[1], self.norm1(x)
-        later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)   # not to be looked at
-        x = x + self.attn(h, h, h, attn_mask=later, need_weights=False)[0]
+    def forward(
+        self,
+        x: Tensor, # n × T × width
+    ) -> Tensor: # the same again
+        h = self.norm1(x)
+        x = x + self.attn(h, h, h, attn_mask=_later(x), need_weights=False)[0]
         return x + self.mlp(self.norm2(x))
 
 # %% ../../nbs/networks/07_models.ipynb #6b8fb6aa
 class CharTransformer(nn.Module):
     "Next-character prediction: n × T characters in, n × T × vocab scores out."
-    def __init__(self,
-                 vocab: int, # distinct characters
-                 width: int = 32, # of the residual stream
-                 heads: int = 2, # attention heads
-                 blocks: int = 2, # transformer blocks
-                 context: int = 32, # longest window
-                 final_norm: bool = False, # a LayerNorm before the output: breaks FACT, see below
-                ):
+    def __init__(
+        self,
+        vocab: int, # distinct characters
+        width: int = 32, # of the residual stream
+        heads: int = 2, # attention heads
+        blocks: int = 2, # transformer blocks
+        context: int = 32, # longest window
+        final_norm: bool = False, # a LayerNorm before the output: breaks FACT, see below
+    ):
         super().__init__()
         if width % heads: raise ValueError(f"width {width} must be a multiple of heads {heads}")
         self.context = context
@@ -114,9 +131,10 @@ class CharTransformer(nn.Module):
         self.norm = nn.LayerNorm(width) if final_norm else nn.Identity()
         self.head = nn.Linear(width, vocab)
 
-    def forward(self,
-                t: Tensor, # n × T numbers of characters
-               ) -> Tensor:
+    def forward(
+        self,
+        t: Tensor, # n × T numbers of characters
+    ) -> Tensor:
         T = t.shape[1]
         if T > self.context:
             raise ValueError(f"the window has {T} characters, the model takes {self.context}")

@@ -23,11 +23,12 @@ from .processes import assembled, unwrapped
 from .weights import Matrix, tie_groups, weight_matrices
 
 # %% ../../nbs/networks/11_moving_average.ipynb #d207a293
-def step_direction(W: Tensor, # before the step
-                   G: Tensor, # ∇_W of the loss, without the weight decay term
-                   v: Tensor | None, # the momentum buffer after the step; None without momentum
-                   group: Mapping[str, Any], # the optimizer's settings for this parameter
-                  ) -> Tensor:
+def step_direction(
+    W: Tensor, # before the step
+    G: Tensor, # ∇_W of the loss, without the weight decay term
+    v: Tensor | None, # the momentum buffer after the step; None without momentum
+    group: Mapping[str, Any], # the optimizer's settings for this parameter
+) -> Tensor:
     "u of SGD's step W⁺ = W − lr·u."
     if v is not None and not group["nesterov"]: return v
     G = -G if group["maximize"] else G
@@ -35,21 +36,23 @@ def step_direction(W: Tensor, # before the step
     return u if v is None else u + group["momentum"] * v
 
 # %% ../../nbs/networks/11_moving_average.ipynb #409e69e8
-def flow_rate(group: Mapping[str, Any], # the optimizer's settings for a parameter
-             ) -> float:
+def flow_rate(
+    group: Mapping[str, Any], # the optimizer's settings for a parameter
+) -> float:
     "η: the time of gradient flow that one step of SGD stands for."
     lr, mu = float(group["lr"]), group["momentum"]
     if not mu: return lr
     return lr * ((1 - group["dampening"]) / (1 - mu))
 
 # %% ../../nbs/networks/11_moving_average.ipynb #4aba795e
-def add_sym_(A: Tensor, # changed in place
-             P: Tensor, # rows × d
-             Q: Tensor, # rows × d
-             scale: float, # adds scale · PᵀQ
-             keep: float = 1., # after A is multiplied by this
-             S: Tensor | None = None, # columns; with these the symmetric part is added at once
-            ) -> None:
+def add_sym_(
+    A: Tensor, # changed in place
+    P: Tensor, # rows × d
+    Q: Tensor, # rows × d
+    scale: float, # adds scale · PᵀQ
+    keep: float = 1., # after A is multiplied by this
+    S: Tensor | None = None, # columns; with these the symmetric part is added at once
+) -> None:
     "A ← keep·A + scale·PᵀQ, or the columns S of keep·A + scale·sym(PᵀQ)."
     P, Q = P.to(A.dtype), Q.to(A.dtype)
     if S is None:
@@ -57,6 +60,11 @@ def add_sym_(A: Tensor, # changed in place
         return
     A.addmm_(P.T, Q[:, S], beta=keep, alpha=scale / 2)
     A.addmm_(Q.T, P[:, S], alpha=scale / 2)
+
+# %% ../../nbs/networks/11_moving_average.ipynb #cb35b3c0
+def _products(A: Tensor, columns: Tensor | None) -> Tensor:
+    "AᵀA, or some columns of it."
+    return A.T @ (A if columns is None else A[:, columns])
 
 # %% ../../nbs/networks/11_moving_average.ipynb #d4254868
 @dataclass
@@ -68,16 +76,17 @@ class Track:
     square: Tensor | None = None # Σ lr²·uᵀu
     columns: Tensor | None = None # which; None for all
 
-    def of(self,
-           A: Tensor, # W, or Wᵀ for the backward side
-          ) -> Tensor: # d × d, or those columns
+    def of(
+        self,
+        A: Tensor, # W, or Wᵀ for the backward side
+    ) -> Tensor: # d × d, or those columns
         "N = AᵀA of a weight, as far as it is followed."
-        A = A.detach().to(self.start.dtype)
-        return A.T @ (A if self.columns is None else A[:, self.columns])
+        return _products(A.detach().to(self.start.dtype), self.columns)
 
-    def even(self,
-             B: Tensor, # d × d, or the columns that are followed
-            ) -> Tensor:
+    def even(
+        self,
+        B: Tensor, # d × d, or the columns that are followed
+    ) -> Tensor:
         "The symmetric part; a matrix of some columns has it already."
         return sym(B) if self.columns is None else B
 
@@ -104,31 +113,33 @@ class Track:
         return self.start + self.even(linear) + square
 
 # %% ../../nbs/networks/11_moving_average.ipynb #ea9c4c06
-def new_track(A: Tensor, # W or Wᵀ as it is now
-              exact: bool = False, # also keep the sums of the exact steps
-              columns: int | None = None, # follow only so many columns where there are more
-             ) -> Track:
+def new_track(
+    A: Tensor, # W or Wᵀ as it is now
+    exact: bool = False, # also keep the sums of the exact steps
+    columns: int | None = None, # follow only so many columns where there are more
+) -> Track:
     "A track that starts here."
     A = A.detach().to(torch.promote_types(A.dtype, torch.float32))
-    S = _some_columns(A.shape[1], columns)
-    S = None if S is None else S.to(A.device)
-    N = A.T @ (A if S is None else A[:, S])
+    S = _some_columns(A, columns)
+    N = _products(A, S)
     zero = lambda: torch.zeros_like(N) if exact else None
     return Track(N, N.clone(), zero(), zero(), S)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #2d78d2f0
-def _some_columns(d: int, columns: int | None) -> Tensor | None: # None for all
-    "Which columns to follow."
+def _some_columns(A: Tensor, columns: int | None) -> Tensor | None: # None for all
+    "Which to follow."
+    d = A.shape[1]
     if columns is None or columns >= d: return None
     order = torch.randperm(d, generator=torch.Generator().manual_seed(0))
-    return order[:columns].sort().values
+    return order[:columns].sort().values.to(A.device)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #da0856ad
-def take_look(t: Track, # changed
-              A: Tensor, # W or Wᵀ before the step
-              H: Tensor, # Σ ηG since the last look, or its transpose
-              decay: float, # Σ ηλ since then
-             ) -> None:
+def take_look(
+    t: Track, # changed
+    A: Tensor, # W or Wᵀ before the step
+    H: Tensor, # Σ ηG since the last look, or its transpose
+    decay: float, # Σ ηλ since then
+) -> None:
     "One step of the moving average: (1 − 2ηλ)·ema + 2ηλ·sym FACT, with 2ηλ·FACT = −2AᵀH."
     if 2 * decay >= 1:
         raise ValueError(f"2ηλ = {2 * decay:.3g} is not below 1, so this is no average: "
@@ -136,11 +147,12 @@ def take_look(t: Track, # changed
     add_sym_(t.mean, A, H, -2., 1 - 2 * decay, t.columns)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #b1e20e93
-def add_step(t: Track, # changed
-             A: Tensor, # W or Wᵀ before the step
-             u: Tensor, # what was subtracted over lr, or its transpose
-             lr: float, # the learning rate
-            ) -> None:
+def add_step(
+    t: Track, # changed
+    A: Tensor, # W or Wᵀ before the step
+    u: Tensor, # what was subtracted over lr, or its transpose
+    lr: float, # the learning rate
+) -> None:
     "One exact step: N⁺ − N = −lr·(Aᵀu + uᵀA) + lr²·uᵀu."
     linear, square = t.steps()
     add_sym_(linear, A, u, -2 * lr, S=t.columns)
@@ -149,20 +161,21 @@ def add_step(t: Track, # changed
 # %% ../../nbs/networks/11_moving_average.ipynb #d6a78eee
 class Motion:
     "Follows N = WᵀW of every layer through training: the average of sym FACT, and the steps' sum."
-    def __init__(self,
-                 model: nn.Module, # as it is before the first step; on its device
-                 optimizer: torch.optim.Optimizer | None = None, # SGD; `train` hands over its own
-                 every: int = 1, # look at one step in so many
-                 forward: bool = True, # follow WᵀW
-                 backward: bool = True, # follow WWᵀ
-                 between: str = "sum", # gradients between two looks: "sum" them, or "skip" them
-                 # gradients as the momentum applies them, W halfway: closer to N when steps are
-                 # large or noisy
-                 midpoint: bool = False,
-                 exact: bool = False, # also add up the exact steps: every step, two more products
-                 columns: int | None = None, # follow only so many columns where there are more
-                 layers: Collection[str] | None = None, # names as in `measure`; None: all trained
-                ):
+    def __init__(
+        self,
+        model: nn.Module, # as it is before the first step; on its device
+        optimizer: torch.optim.Optimizer | None = None, # SGD; `train` hands over its own
+        every: int = 1, # look at one step in so many
+        forward: bool = True, # follow WᵀW
+        backward: bool = True, # follow WWᵀ
+        between: str = "sum", # gradients between two looks: "sum" them, or "skip" them
+        # gradients as the momentum applies them, W halfway: closer to N when steps are
+        # large or noisy
+        midpoint: bool = False,
+        exact: bool = False, # also add up the exact steps: every step, two more products
+        columns: int | None = None, # follow only so many columns where there are more
+        layers: Collection[str] | None = None, # names as in `measure`; None: all trained
+    ):
         check_options(every, between, midpoint, columns, forward or backward)
         self.every, self.between = every, between
         self.midpoint, self.exact = midpoint, exact
@@ -183,15 +196,17 @@ class Motion:
         if optimizer is not None:
             self.follow(optimizer)
 
-    def __call__(self,
-                 model: nn.Module, # not read
-                 count: int, # not read
-                ) -> None:
+    def __call__(
+        self,
+        model: nn.Module, # not read
+        count: int, # not read
+    ) -> None:
         "A callback of `train`; the work is done at the optimizer's steps."
 
-    def follow(self,
-               optimizer: torch.optim.Optimizer, # SGD, made from the same model
-              ) -> "Motion":
+    def follow(
+        self,
+        optimizer: torch.optim.Optimizer, # SGD, made from the same model
+    ) -> "Motion":
         "Hang on this optimizer, and let go of the last one."
         _follow(self, optimizer)
         return self
@@ -202,9 +217,10 @@ class Motion:
             hook.remove()
         self.hooks = []
 
-    def table(self,
-              similarity: str = "pearson", # or "cosine"
-             ) -> pd.DataFrame: # a row per layer and side
+    def table(
+        self,
+        similarity: str = "pearson", # or "cosine"
+    ) -> pd.DataFrame: # a row per layer and side
         "How close the average is to N, and its change to the change of N."
         return _table(self, similarity)
 
@@ -212,9 +228,10 @@ class Motion:
         "Everything that changes, as tensors and numbers."
         return _state(self)
 
-    def load_state_dict(self,
-                        saved: dict[str, Any], # from `state_dict`
-                       ) -> None:
+    def load_state_dict(
+        self,
+        saved: dict[str, Any], # from `state_dict`
+    ) -> None:
         "Continue from a state of a `Motion` with the same options over the same layers."
         _restore(self, saved)
 
@@ -225,12 +242,13 @@ class Since(NamedTuple):
     decay: float = 0. # Σ ηλ
 
 # %% ../../nbs/networks/11_moving_average.ipynb #6f101904
-def check_options(every: int, # look at one step in so many
-                  between: str, # "sum" or "skip"
-                  midpoint: bool, # W halfway between two looks?
-                  columns: int | None, # how many are followed; None: all
-                  any_side: bool, # is WᵀW or WWᵀ followed?
-                 ) -> None:
+def check_options(
+    every: int, # look at one step in so many
+    between: str, # "sum" or "skip"
+    midpoint: bool, # W halfway between two looks?
+    columns: int | None, # how many are followed; None: all
+    any_side: bool, # is WᵀW or WWᵀ followed?
+) -> None:
     "Raise ValueError for options of `Motion` that cannot be met."
     if not every >= 1: raise ValueError(f"every must be 1 or more, not {every!r}")
     if between not in ("sum", "skip"):
@@ -241,28 +259,36 @@ def check_options(every: int, # look at one step in so many
         raise ValueError(f"columns must be 1 or more, not {columns!r}")
     if not any_side: raise ValueError("nothing to follow: forward and backward are both off")
 
-# %% ../../nbs/networks/11_moving_average.ipynb #095ee313
-def followed(model: nn.Module, # whose weights are trained
-             layers: Collection[str] | None = None, # names; None for all
-            ) -> dict[str, Matrix]:
-    "The weight matrices to follow, by name."
+# %% ../../nbs/networks/11_moving_average.ipynb #08a9c3f6
+def _trained(model: nn.Module) -> dict[str, Matrix]:
+    "The weight matrices that are trained, each once, by name."
     groups = tie_groups(weight_matrices(unwrapped(model))[0])
-    found = {k: g[0] for k, g in groups.items() if g[0].param.requires_grad}
+    return {k: g[0] for k, g in groups.items() if g[0].param.requires_grad}
+
+# %% ../../nbs/networks/11_moving_average.ipynb #095ee313
+def followed(
+    model: nn.Module, # whose weights are trained
+    layers: Collection[str] | None = None, # names; None for all
+) -> dict[str, Matrix]:
+    "The weight matrices to follow, by name."
+    found = _trained(model)
     if wrong := [k for k in layers or () if k not in found]:
         raise ValueError(f"no trained layer {wrong[0]!r}; there are {list(found)}")
     if not found: raise ValueError("the model has no weight matrix that is trained")
     return {k: m for k, m in found.items() if layers is None or k in layers}
 
 # %% ../../nbs/networks/11_moving_average.ipynb #d901bd19
-def weight_of(x: Matrix, # one matrix of a model
-             ) -> Tensor: # d' × d
+def weight_of(
+    x: Matrix, # one matrix of a model
+) -> Tensor: # d' × d
     "W as it is now, whole and without a graph."
     return x.of(assembled(x.param.detach()))
 
 # %% ../../nbs/networks/11_moving_average.ipynb #6a540e96
-def gradient_of(x: Matrix, # one matrix of a model
-                optimizer: torch.optim.Optimizer, # about to take its step
-               ) -> Tensor: # d' × d
+def gradient_of(
+    x: Matrix, # one matrix of a model
+    optimizer: torch.optim.Optimizer, # about to take its step
+) -> Tensor: # d' × d
     "The gradient of W that the step will use."
     G = x.param.grad
     assert G is not None
@@ -270,9 +296,10 @@ def gradient_of(x: Matrix, # one matrix of a model
     return x.of(assembled(G) if scale is None else assembled(G) / scale)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #e15f1b84
-def sides(m: Motion, # what is followed
-          name: str, # of a layer
-         ) -> Iterator[tuple[Track, Callable[[Tensor], Tensor]]]:
+def sides(
+    m: Motion, # what is followed
+    name: str, # of a layer
+) -> Iterator[tuple[Track, Callable[[Tensor], Tensor]]]:
     "The tracks of a layer, each with what turns its matrices to that side."
     if name in m.forward:
         yield m.forward[name], lambda W: W
@@ -291,9 +318,10 @@ def _check_sgd(m: Motion, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("momentum must be below 1")
 
 # %% ../../nbs/networks/11_moving_average.ipynb #5a372dac
-def check_holds(optimizer: torch.optim.Optimizer, # whose steps are followed
-                matrices: Mapping[str, Matrix], # of the model that is followed
-               ) -> None:
+def check_holds(
+    optimizer: torch.optim.Optimizer, # whose steps are followed
+    matrices: Mapping[str, Matrix], # of the model that is followed
+) -> None:
     "Raise unless the optimizer holds these weight matrices."
     groups = groups_of(optimizer)
     for name, x in matrices.items():
@@ -302,14 +330,16 @@ def check_holds(optimizer: torch.optim.Optimizer, # whose steps are followed
                          "model.parameters() of the same model, or name in layers= those it holds")
 
 # %% ../../nbs/networks/11_moving_average.ipynb #d5a92e8f
-def groups_of(optimizer: torch.optim.Optimizer, # of torch
-             ) -> dict[int, dict[str, Any]]:
+def groups_of(
+    optimizer: torch.optim.Optimizer, # of torch
+) -> dict[int, dict[str, Any]]:
     "The settings of each parameter, by its id."
     return {id(p): g for g in optimizer.param_groups for p in g["params"]}
 
 # %% ../../nbs/networks/11_moving_average.ipynb #1c5bfec7
-def bare_optimizer(optimizer: Any, # perhaps in a wrapper
-                  ) -> torch.optim.Optimizer:
+def bare_optimizer(
+    optimizer: Any, # perhaps in a wrapper
+) -> torch.optim.Optimizer:
     "torch's optimizer inside the wrappers of a trainer."
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
@@ -320,29 +350,32 @@ def _closure(args: tuple, kwargs: dict) -> Callable | None:
     "What was passed to optimizer.step, which is args[0].step."
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
+# %% ../../nbs/networks/11_moving_average.ipynb #30795e0e
+def _then_look(closure: Callable, look: Callable[[], None]) -> Callable[[], Any]:
+    "The closure, with a look at what it has computed."
+    def evaluated() -> Any:
+        loss = closure()
+        look()
+        return loss
+    return evaluated
+
 # %% ../../nbs/networks/11_moving_average.ipynb #5f25f892
-def at_gradients(optimizer: torch.optim.Optimizer, # of torch
-                 look: Callable[[torch.optim.Optimizer], None], # called once in every step
-                ) -> RemovableHandle:
+def at_gradients(
+    optimizer: torch.optim.Optimizer, # of torch
+    look: Callable[[torch.optim.Optimizer], None], # called once in every step
+) -> RemovableHandle:
     "Call look(optimizer) in every step when its gradients are there and the weights not yet moved."
     def before(opt: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         closure = _closure(args, kwargs)
-        if closure is None:
-            look(opt)
-            return None
-
-        def evaluated() -> Any:
-            loss = closure()
-            look(opt)
-            return loss
-
-        return (args[0], evaluated), {}
-
+        if closure is not None: return (args[0], _then_look(closure, lambda: look(opt))), {}
+        look(opt)
+        return None
     return optimizer.register_step_pre_hook(before)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #75acc7b8
-def is_skipped(optimizer: torch.optim.Optimizer, # in the middle of a step
-              ) -> bool:
+def is_skipped(
+    optimizer: torch.optim.Optimizer, # in the middle of a step
+) -> bool:
     "Whether a fused step will not be taken, since a gradient is infinite."
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
@@ -362,17 +395,21 @@ def _follow(m: Motion, optimizer: torch.optim.Optimizer) -> None:
 # %% ../../nbs/networks/11_moving_average.ipynb #7594ecef
 @torch.no_grad()
 def _before_step(m: Motion, optimizer: torch.optim.Optimizer) -> None:
-    "Weights and gradients are those of the step to come: gather, and look if it is time."
+    "Weights and gradients are those of the step to come."
     if is_skipped(optimizer): return
     groups = groups_of(optimizer)
     m.count += 1
     for k, x in m.matrices.items():
         if x.param.grad is None: continue
-        group, W, G = groups[id(x.param)], weight_of(x), gradient_of(x, optimizer)
-        _remember(m, k, W)
-        _gather(m, k, -G if group["maximize"] else G, group)
-        if not m.midpoint and m.count % m.every == 0:
-            _look_now(m, k, W)
+        _take(m, k, weight_of(x), gradient_of(x, optimizer), groups[id(x.param)])
+
+# %% ../../nbs/networks/11_moving_average.ipynb #6e6efd74
+def _take(m: Motion, name: str, W: Tensor, G: Tensor, group: Mapping[str, Any]) -> None:
+    "Gather, and look if it is time."
+    _remember(m, name, W)
+    _gather(m, name, -G if group["maximize"] else G, group)
+    if not m.midpoint and m.count % m.every == 0:
+        _look_now(m, name, W)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #184e2862
 def _remember(m: Motion, name: str, W: Tensor) -> None:
@@ -384,7 +421,7 @@ def _remember(m: Motion, name: str, W: Tensor) -> None:
 
 # %% ../../nbs/networks/11_moving_average.ipynb #8781b09c
 def _gather(m: Motion, name: str, G: Tensor, group: Mapping[str, Any]) -> None:
-    "Σ ηG, Σ η and Σ ηλ since the last look; `skip` lets the look's gradient stand for all."
+    "Σ ηG, Σ η and Σ ηλ since the last look."
     G = G.to(torch.promote_types(G.dtype, torch.float32))
     eta, lam = flow_rate(group), group["weight_decay"]
     if m.midpoint:
@@ -392,6 +429,11 @@ def _gather(m: Motion, name: str, G: Tensor, group: Mapping[str, Any]) -> None:
         lam = applied(m.drags, name, torch.tensor(lam, dtype=torch.float64), group)
     before = m.since[name]
     m.since[name] = Since(before.eta + eta, before.decay + eta * float(lam))
+    _add_gradient(m, name, G, eta)
+
+# %% ../../nbs/networks/11_moving_average.ipynb #c6c3625f
+def _add_gradient(m: Motion, name: str, G: Tensor, eta: float) -> None:
+    "To Σ ηG; `skip` lets the look's gradient stand for all."
     if m.between == "sum" and name in m.sums:
         m.sums[name].add_(G, alpha=eta)
     elif m.between == "sum":
@@ -401,7 +443,7 @@ def _gather(m: Motion, name: str, G: Tensor, group: Mapping[str, Any]) -> None:
 
 # %% ../../nbs/networks/11_moving_average.ipynb #56573c5a
 def _look_now(m: Motion, name: str, W: Tensor) -> None:
-    "One look at a layer, on both sides; what was gathered is used up."
+    "Look at a layer; what was gathered is used up."
     H, decay = m.sums.pop(name), m.since[name].decay
     for t, turn in sides(m, name):
         take_look(t, turn(W), turn(H), decay)
@@ -409,11 +451,12 @@ def _look_now(m: Motion, name: str, W: Tensor) -> None:
     m.since[name] = Since()
 
 # %% ../../nbs/networks/11_moving_average.ipynb #20158593
-def applied(buffers: dict[str, Tensor], # by layer; changed
-            name: str, # of the layer
-            G: Tensor, # a gradient, or λ
-            group: Mapping[str, Any], # the optimizer's settings for the layer
-           ) -> Tensor:
+def applied(
+    buffers: dict[str, Tensor], # by layer; changed
+    name: str, # of the layer
+    G: Tensor, # a gradient, or λ
+    group: Mapping[str, Any], # the optimizer's settings for the layer
+) -> Tensor:
     "What momentum makes of the gradients so far, or of λ: SGD's u without the rest."
     mu = group["momentum"]
     if not mu: return G
@@ -428,38 +471,59 @@ def applied(buffers: dict[str, Tensor], # by layer; changed
 def _after_step(m: Motion, optimizer: torch.optim.Optimizer) -> None:
     "Now the buffer and the weights have their new values."
     if is_skipped(optimizer): return
-    groups = groups_of(optimizer)
-    for k, W in m.before.items():
-        _add_exact(m, k, W, optimizer, groups[id(m.matrices[k].param)])
-    m.before = {}
-    if not m.midpoint or m.count % m.every: return
+    _add_exact_steps(m, optimizer)
+    if m.midpoint and m.count % m.every == 0:
+        _look_halfway(m)
+
+# %% ../../nbs/networks/11_moving_average.ipynb #fd5e502e
+def _look_halfway(m: Motion) -> None:
+    "Look with W halfway between the last look and now."
     for k, W in m.past.items():
         _look_now(m, k, (W + weight_of(m.matrices[k])) / 2)
     m.past = {}
 
-# %% ../../nbs/networks/11_moving_average.ipynb #5d158a4f
-def _add_exact(m: Motion, name: str, W: Tensor, optimizer: torch.optim.Optimizer,
-               group: Mapping[str, Any]) -> None:
-    "Add the exact step from W to a layer's tracks."
-    x = m.matrices[name]
+# %% ../../nbs/networks/11_moving_average.ipynb #77b9295f
+def _add_exact_steps(m: Motion, optimizer: torch.optim.Optimizer) -> None:
+    "Add the step of every layer that is followed exactly."
+    groups = groups_of(optimizer)
+    for k, W in m.before.items():
+        _add_exact(m, k, W, optimizer, groups[id(m.matrices[k].param)])
+    m.before = {}
+
+# %% ../../nbs/networks/11_moving_average.ipynb #5293d8dc
+def _direction(
+    x: Matrix, W: Tensor, optimizer: torch.optim.Optimizer, group: Mapping[str, Any],
+) -> Tensor:
+    "u of the step that was just taken from W."
     G, v = x.param.grad, optimizer.state[x.param].get("momentum_buffer")
     assert G is not None                    # and a fused step has put its scale away by now
     v = None if v is None else x.of(assembled(v))
-    u = step_direction(W, x.of(assembled(G)), v, group)
+    return step_direction(W, x.of(assembled(G)), v, group)
+
+# %% ../../nbs/networks/11_moving_average.ipynb #5d158a4f
+def _add_exact(
+    m: Motion, name: str, W: Tensor, optimizer: torch.optim.Optimizer, group: Mapping[str, Any],
+) -> None:
+    "Add the step from W."
+    u = _direction(m.matrices[name], W, optimizer, group)
     for t, turn in sides(m, name):
         add_step(t, turn(W), turn(u), float(group["lr"]))
 
-# %% ../../nbs/networks/11_moving_average.ipynb #9a6493c3
+# %% ../../nbs/networks/11_moving_average.ipynb #94525fb9
 MOSTLY = .5 # an average that still holds more of its start than this is too young
 
+def _young(m: Motion) -> list[float]:
+    "How much of their start those averages hold that hold too much."
+    return [kept for kept in m.kept.values() if MOSTLY < kept < 1]
+
+# %% ../../nbs/networks/11_moving_average.ipynb #9a6493c3
 def _warn_of_start(m: Motion) -> None:
     "Say when the averages are still mostly what they began with, so that they agree for nothing."
-    young = [k for k, kept in m.kept.items() if MOSTLY < kept < 1]
+    young = _young(m)
     if not young: return
-    most = max(m.kept[k] for k in young)
     warnings.warn(f"the average of {len(young)} of {len(m.kept)} layers still holds up to "
-                  f"{most:.0%} of WᵀW at the start: pearson and r are close by that alone. Read "
-                  "change and r_change, or train until 2·lr·λ·steps is well above 1.",
+                  f"{max(young):.0%} of WᵀW at the start: pearson and r are close by that alone. "
+                  "Read change and r_change, or train until 2·lr·λ·steps is well above 1.",
                   stacklevel=4)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #a7afd293
@@ -470,13 +534,16 @@ def _table(m: Motion, similarity: str) -> pd.DataFrame: # a row per layer and si
     if similarity not in _ALIKE:
         raise ValueError(f'similarity must be "pearson" or "cosine", not {similarity!r}')
     _warn_of_start(m)
-    names = [n for n, on in (("forward", m.forward), ("backward", m.backward)) if on]
-    rows = []
-    for k, x in m.matrices.items():
-        for side, (t, turn) in zip(names, sides(m, k)):
-            row = _compared(t, t.of(turn(weight_of(x))), similarity)
-            rows.append(dict(layer=k, side=side) | row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame([_compared_side(m, k, side, similarity) for k in m.matrices
+                         for side in ("forward", "backward") if getattr(m, side)])
+
+# %% ../../nbs/networks/11_moving_average.ipynb #b9a43161
+def _compared_side(m: Motion, name: str, side: str, similarity: str) -> dict[str, Any]:
+    "A row of the table."
+    W = weight_of(m.matrices[name])
+    t: Track = getattr(m, side)[name]
+    N = t.of(W if side == "forward" else W.T)
+    return dict(layer=name, side=side) | _compared(t, N, similarity)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #4db97dfe
 def _compared(t: Track, N: Tensor, similarity: str) -> dict[str, float]:
@@ -484,28 +551,41 @@ def _compared(t: Track, N: Tensor, similarity: str) -> dict[str, float]:
     alike, moved = _ALIKE[similarity], N - t.start
     row = {similarity: alike(N, t.ema), "change": alike(moved, t.change),
            "r": rel_err(N, t.ema), "r_change": rel_err(moved, t.change)}
-    if t.linear is None: return row
+    return row if t.linear is None else row | _exact_columns(t, moved)
+
+# %% ../../nbs/networks/11_moving_average.ipynb #bf8e3eeb
+def _exact_columns(t: Track, moved: Tensor) -> dict[str, float]:
+    "What the exact steps say of the change of N."
     _, square = t.steps()
-    return row | dict(r_exact=rel_err(moved, t.exact - t.start),
-                      square=float(square.norm() / moved.norm()))
+    return dict(r_exact=rel_err(moved, t.exact - t.start),
+                square=float(square.norm() / moved.norm()))
 
 # %% ../../nbs/networks/11_moving_average.ipynb #69a3b044
 _KEPT = ("start", "mean", "linear", "square") # of a track
 _HELD = ("sums", "buffers", "drags", "past") # of the follower
 
+# %% ../../nbs/networks/11_moving_average.ipynb #946482f7
+def _values(tracks: Mapping[str, Track]) -> dict[str, dict[str, Tensor | None]]:
+    "What changes in some tracks, by layer."
+    return {k: {f: getattr(t, f) for f in _KEPT} for k, t in tracks.items()}
+
 # %% ../../nbs/networks/11_moving_average.ipynb #ab65a95d
 def _state(m: Motion) -> dict[str, Any]:
     "Everything that changes, as tensors and numbers."
-    part = lambda tracks: {k: {f: getattr(t, f) for f in _KEPT} for k, t in tracks.items()}
     held = {f: dict(getattr(m, f)) for f in _HELD}
     since = {k: list(v) for k, v in m.since.items()}
     return dict(count=m.count, since=since, kept=dict(m.kept), **held,
-                forward=part(m.forward), backward=part(m.backward))
+                forward=_values(m.forward), backward=_values(m.backward))
+
+# %% ../../nbs/networks/11_moving_average.ipynb #5bb2db2c
+def _shape(v: Tensor | None) -> tuple[int, ...] | None:
+    "Of what is followed; None of what is not."
+    return None if v is None else tuple(v.shape)
 
 # %% ../../nbs/networks/11_moving_average.ipynb #2f22de38
 def _form(saved: dict[str, Any]) -> dict[tuple[str, str, str], tuple[int, ...] | None]:
     "What a state holds, without its values: a shape for each side, layer and part."
-    return {(side, layer, f): None if v is None else tuple(v.shape)
+    return {(side, layer, f): _shape(v)
             for side in ("forward", "backward")
             for layer, parts in saved[side].items()
             for f, v in parts.items()}
@@ -519,12 +599,17 @@ def _restore(m: Motion, saved: dict[str, Any]) -> None:
     m.count = saved["count"]
     m.kept = dict(saved["kept"])
     m.since = {k: Since(*v) for k, v in saved["since"].items()}
-    place = lambda f, k: "cpu" if f == "drags" else m.matrices[k].param.device
-    for f in _HELD:
-        setattr(m, f, {k: v.to(place(f, k), copy=True) for k, v in saved[f].items()})
+    _restore_held(m, saved)
     for tracks, part in ((m.forward, saved["forward"]), (m.backward, saved["backward"])):
         for k, t in tracks.items():
             _restore_track(t, part[k])
+
+# %% ../../nbs/networks/11_moving_average.ipynb #f15a5b55
+def _restore_held(m: Motion, saved: dict[str, Any]) -> None:
+    "What the follower had gathered since its last look."
+    place = lambda f, k: "cpu" if f == "drags" else m.matrices[k].param.device
+    for f in _HELD:
+        setattr(m, f, {k: v.to(place(f, k), copy=True) for k, v in saved[f].items()})
 
 # %% ../../nbs/networks/11_moving_average.ipynb #c3009041
 def _restore_track(t: Track, saved: dict[str, Tensor | None]) -> None:

@@ -28,25 +28,32 @@ def _inside(model: nn.Module) -> nn.Module | None:
     return getattr(model, "_orig_mod", None)
 
 # %% ../../nbs/networks/15_processes.ipynb #9e4fdb41
-def unwrapped(model: nn.Module, # any model
-             ) -> nn.Module:
+def unwrapped(
+    model: nn.Module, # any model
+) -> nn.Module:
     "The model inside DistributedDataParallel, DataParallel or torch.compile."
     while isinstance(model, nn.Module) and (inner := _inside(model)) is not None:
         model = inner
     return model
 
 # %% ../../nbs/networks/15_processes.ipynb #ab29311e
-def check_open(model: nn.Module, # without its wrapper
-              ) -> None:
+def check_open(
+    model: nn.Module, # without its wrapper
+) -> None:
     "Raise on a model whose weight matrices cannot be seen."
-    kinds = {type(m).__name__ for m in model.modules()}
-    if "FullyShardedDataParallel" in kinds:
-        raise ValueError("FullyShardedDataParallel (FSDP1) keeps its weights as flat vectors: "
-                         "shard with torch.distributed.fsdp.fully_shard instead, or load its full "
-                         "state dict into a plain copy and measure that")
+    _check_not_flat(model)
     if isinstance(model, (torch.jit.ScriptModule, torch.fx.GraphModule)) and _is_exported(model):
         raise ValueError(f"a {type(model).__name__} cannot be looked into: "
                          "measure the nn.Module that it was made from")
+
+# %% ../../nbs/networks/15_processes.ipynb #b2a39f77
+def _check_not_flat(model: nn.Module) -> None:
+    "Raise on a model whose weights are one flat vector."
+    kinds = {type(m).__name__ for m in model.modules()}
+    if "FullyShardedDataParallel" not in kinds: return
+    raise ValueError("FullyShardedDataParallel (FSDP1) keeps its weights as flat vectors: "
+                     "shard with torch.distributed.fsdp.fully_shard instead, or load its full "
+                     "state dict into a plain copy and measure that")
 
 # %% ../../nbs/networks/15_processes.ipynb #3e7e9749
 def _is_exported(model: nn.Module) -> bool:
@@ -55,31 +62,38 @@ def _is_exported(model: nn.Module) -> bool:
     return any(isinstance(node.target, torch._ops.OpOverload) for node in model.graph.nodes)
 
 # %% ../../nbs/networks/15_processes.ipynb #6e700c90
-def assembled(t: Tensor, # of any kind
-             ) -> Tensor:
+def assembled(
+    t: Tensor, # of any kind
+) -> Tensor:
     "A tensor with all its rows: gathered from all processes when it is in pieces."
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 # %% ../../nbs/networks/15_processes.ipynb #150bc1d5
-def in_pieces(model: nn.Module, # any model
-             ) -> bool:
+def in_pieces(
+    model: nn.Module, # any model
+) -> bool:
     "Whether some weight is spread over several processes."
     return any(hasattr(p, "full_tensor") for p in model.parameters())
 
-# %% ../../nbs/networks/15_processes.ipynb #446ce038
-def _put_whole(model: nn.Module) -> list[tuple[dict, str, Any]]: # where, name, what stood there
-    "Replace every DTensor among the parameters and buffers by the whole tensor."
-    made: dict[int, Tensor] = {}
-    taken = []
+# %% ../../nbs/networks/15_processes.ipynb #c392ab6f
+_Place = tuple[dict, str, Any] # a table of a module, a name in it, what stands there
+
+def _pieces(model: nn.Module) -> Iterator[_Place]:
+    "Every DTensor among the parameters and buffers."
     for m in model.modules():
         tables: tuple[dict, dict] = (m._parameters, m._buffers)
         for table in tables:
-            for name, t in list(table.items()):
-                if not hasattr(t, "full_tensor"): continue
-                if id(t) not in made:
-                    made[id(t)] = _alone(t)
-                taken.append((table, name, t))
-                table[name] = made[id(t)]
+            yield from ((table, k, t) for k, t in table.items() if hasattr(t, "full_tensor"))
+
+# %% ../../nbs/networks/15_processes.ipynb #446ce038
+def _put_whole(model: nn.Module) -> list[_Place]: # with what stood there
+    "Replace every piece by the whole tensor."
+    made: dict[int, Tensor] = {}
+    taken = list(_pieces(model))
+    for table, name, t in taken:
+        if id(t) not in made:
+            made[id(t)] = _alone(t)
+        table[name] = made[id(t)]
     return taken
 
 # %% ../../nbs/networks/15_processes.ipynb #785b7101
@@ -92,14 +106,11 @@ def _alone(t: Any) -> Tensor:
 # %% ../../nbs/networks/15_processes.ipynb #81374f4e
 def _rest_hooks(model: nn.Module) -> list[tuple[dict, dict]]: # a table of hooks, what it held
     "Take torch.distributed's hooks off every module."
-    kept = []
-    for m in model.modules():
-        for table in (m._forward_pre_hooks, m._forward_hooks):
-            ours = [k for k, hook in table.items() if _is_distributed(hook)]
-            if not ours: continue
-            kept.append((table, dict(table)))
-            for k in ours:
-                del table[k]
+    tables = [t for m in model.modules() for t in (m._forward_pre_hooks, m._forward_hooks)]
+    kept = [(t, dict(t)) for t in tables if any(map(_is_distributed, t.values()))]
+    for table, held in kept:
+        for k in [k for k, hook in held.items() if _is_distributed(hook)]:
+            del table[k]
     return kept
 
 # %% ../../nbs/networks/15_processes.ipynb #86ad1481
@@ -108,8 +119,9 @@ def _is_distributed(hook: Any) -> bool:
 
 # %% ../../nbs/networks/15_processes.ipynb #901aed71
 @contextmanager
-def gathered(model: nn.Module, # whose weights may be DTensors
-            ) -> Iterator[None]:
+def gathered(
+    model: nn.Module, # whose weights may be DTensors
+) -> Iterator[None]:
     "Inside the block every weight is whole; afterwards the pieces are back."
     if not in_pieces(model):
         yield
@@ -118,11 +130,16 @@ def gathered(model: nn.Module, # whose weights may be DTensors
     try:
         yield
     finally:
-        for where, name, piece in pieces:
-            where[name] = piece
-        for table, held in hooks:
-            table.clear()
-            table.update(held)
+        _put_back(hooks, pieces)
+
+# %% ../../nbs/networks/15_processes.ipynb #2f61a156
+def _put_back(hooks: list[tuple[dict, dict]], pieces: list[_Place]) -> None:
+    "Everything where it was."
+    for where, name, piece in pieces:
+        where[name] = piece
+    for table, held in hooks:
+        table.clear()
+        table.update(held)
 
 # %% ../../nbs/networks/15_processes.ipynb #261ac7da
 class _RunOnce:
@@ -171,19 +188,26 @@ def _absent(store: dist.Store, ranks: range, until: float) -> list[int]:
 # %% ../../nbs/networks/15_processes.ipynb #15d3edb7
 _ADVICE = "call it in every process (not under `if rank == 0:`), or pass distributed=False"
 
+# %% ../../nbs/networks/15_processes.ipynb #249a3494
+def _await(store: dist.Store, rank: int, patience: float) -> list[int]: # who has not come
+    "Wait for the others; after a while say so."
+    start, ranks = time.monotonic(), range(dist.get_world_size())
+    late = _absent(store, ranks, start + min(NOTICE, patience))
+    if not late: return []
+    warnings.warn(f"measure waits in process {rank} for {late}, at most {patience:g} s: "
+                  f"{_ADVICE}", stacklevel=5)
+    return _absent(store, ranks, start + patience)
+
 # %% ../../nbs/networks/15_processes.ipynb #3725fead
-def meet(patience: float | None = None, # seconds; None for PATIENCE
-        ) -> None:
+def meet(
+    patience: float | None = None, # seconds; None for PATIENCE
+) -> None:
     "Return when every process is here; raise when one does not come."
     if not several_processes(): return
     patience = PATIENCE if patience is None else patience
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     store.set(_mark(rank), "here")
-    start, ranks = time.monotonic(), range(dist.get_world_size())
-    if late := _absent(store, ranks, start + min(NOTICE, patience)):
-        warnings.warn(f"measure waits in process {rank} for {late}, at most {patience:g} s: "
-                      f"{_ADVICE}", stacklevel=4)
-    if late and (absent := _absent(store, ranks, start + patience)):
+    if absent := _await(store, rank, patience):
         store.delete_key(_mark(rank))
         raise RuntimeError(f"measure was called in process {rank} and not in {absent} within "
                            f"{patience:g} s: {_ADVICE}")
@@ -193,9 +217,10 @@ def meet(patience: float | None = None, # seconds; None for PATIENCE
 
 # %% ../../nbs/networks/15_processes.ipynb #79391f13
 @contextmanager
-def as_if_alone(model: nn.Module, # without its wrapper
-                together: bool = True, # the processes add up what they measure
-               ) -> Iterator[None]:
+def as_if_alone(
+    model: nn.Module, # without its wrapper
+    together: bool = True, # the processes add up what they measure
+) -> Iterator[None]:
     "Inside the block the model is a plain one in one process; afterwards it is as it was."
     check_open(model)
     if together or in_pieces(model):

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -54,9 +54,10 @@ class Use:
     weight_decay: float = 0. # λ
     change: Tensor | None = None # W − W₀, d' × d, where the start is known
 
-    def has(self,
-            q: str, # name of a quantity
-           ) -> bool:
+    def has(
+        self,
+        q: str, # name of a quantity
+    ) -> bool:
         "Whether a quantity exists here."
         quantity = QUANTITIES[q]
         if q in self.missing or quantity.source in _OF_WEIGHT: return False
@@ -64,9 +65,10 @@ class Use:
         seen = any(outer.source is Source.INPUTS for outer in self.outers)
         return seen or quantity.source is not Source.INPUTS
 
-    def get(self,
-            q: str, # name of a quantity
-           ) -> Tensor:
+    def get(
+        self,
+        q: str, # name of a quantity
+    ) -> Tensor:
         "A quantity, formed now and not kept."
         quantity = QUANTITIES[q]
         if q in self.missing:
@@ -94,15 +96,18 @@ def _base(use: Use, q: Quantity) -> Tensor: # d' × d
 
 # %% ../../nbs/networks/06_report.ipynb #2e116535
 def _added_up(use: Use, q: Quantity) -> Tensor:
-    "What a quantity of one use is formed from: W, its change, or the average on its side."
+    "What a quantity is made from."
     if q.source in (Source.WEIGHT, Source.CHANGE): return _base(use, q)
-    if q.source in _OF_WEIGHT:
-        raise ValueError(f"{q.label} belongs to the weight as a whole: read it of the layer")
+    if q.source not in _OF_WEIGHT: return _averaged(use, q)
+    raise ValueError(f"{q.label} belongs to the weight as a whole: read it of the layer")
+
+# %% ../../nbs/networks/06_report.ipynb #2eb50492
+def _averaged(use: Use, q: Quantity) -> Tensor:
+    "The average outer product on the side that a quantity needs."
     own = Outer(q.source, q.summed)
     if own in use.outers: return use.outers[own]
-    if q.source is Source.INPUTS:
-        return quantities.pull_back(use.W.T, use.outers[Outer(q.source, Side.RIGHT)])
-    return quantities.pull_back(use.W, use.outers[Outer(q.source, Side.LEFT)])
+    W, known = (use.W.T, Side.RIGHT) if q.source is Source.INPUTS else (use.W, Side.LEFT)
+    return quantities.pull_back(W, use.outers[Outer(q.source, known)])
 
 # %% ../../nbs/networks/06_report.ipynb #7557a2f9
 INVARIANT = 3e-4 # |tr FACT| / ‖FACT‖ below which a weight counts as scale invariant
@@ -149,52 +154,64 @@ class Layer(Use):
 
     def has(self, q: str) -> bool:
         "Whether a quantity exists and belongs to this layer."
-        source = QUANTITIES[q].source
+        source, whole = QUANTITIES[q].source, _whole(self)
         if q in self.missing: return False
-        if source is Source.WEIGHT: return True
-        if source is Source.CHANGE: return self.change is not None
-        if source is Source.GRADIENT: return self.G is not None
-        if source is Source.STEP: return self.U is not None
+        if source in whole: return whole[source] is not None
         return not self.shared and self.name in self.uses and self.uses[self.name].has(q)
 
     def get(self, q: str) -> Tensor:
         "A quantity of this layer, formed now and not kept."
-        of_weight = QUANTITIES[q].source in (Source.WEIGHT, Source.CHANGE, *_OF_WEIGHT)
-        if of_weight or q in self.held: return super().get(q)
+        if QUANTITIES[q].source in _whole(self) or q in self.held: return super().get(q)
         if self.shared:
             raise ValueError(f"the weight {self.name!r} is used by {list(self.uses)}: "
                              f"read .uses[...].{q}, one for each")
         return super().get(q) if q in self.missing else self.uses[self.name].get(q)
 
     def _added_up(self, q: Quantity) -> Tensor:
-        if q.source is Source.GRADIENT and self.G is not None: return self.G
-        if q.source is Source.STEP and self.U is not None: return self.U
-        return super()._added_up(q)
+        whole = _whole(self)[q.source] if q.source in _OF_WEIGHT else None
+        return super()._added_up(q) if whole is None else whole
+
+# %% ../../nbs/networks/06_report.ipynb #68c281d3
+def _whole(layer: Layer) -> dict[Source, Tensor | None]:
+    "What belongs to the weight as a whole."
+    return {Source.WEIGHT: layer.W, Source.CHANGE: layer.change,
+            Source.GRADIENT: layer.G, Source.STEP: layer.U}
+
+# %% ../../nbs/networks/06_report.ipynb #41781073
+def _trace(M: Tensor) -> float:
+    "Added up in the widest precision that the device has."
+    return float(M.diagonal().sum(dtype=dtype_for(M.device)))
 
 # %% ../../nbs/networks/06_report.ipynb #a6de4948
 def _of_fact(layer: Layer, g: Grams) -> dict[str, float]:
     "Numbers of FACT that need no matrix larger than the smaller side."
     if layer.G is None: return {}
     t = g.gradient(layer.G)
-    trace = -float(t.M.diagonal().sum(dtype=dtype_for(t.M.device)))  # λ tr FACT = −⟨W, G⟩
+    trace = -_trace(t.M)                                          # λ tr FACT = −⟨W, G⟩
     norm = math.sqrt(t.near if g.near(Side.RIGHT) else t.far)
     out = {"tr/‖FACT‖": trace / norm if norm else math.nan}
-    if not layer.weight_decay > 0: return out
-    square = float(g.K.diagonal().sum(dtype=dtype_for(g.K.device)))
-    ratio = trace / (layer.weight_decay * square) if square else math.nan
-    error = quantities.fact_error(g, layer.G, layer.weight_decay, Side.RIGHT)
-    return out | {"trace ratio": ratio, "±": layer.trace_error, "residual": error}
+    return out | _against_decay(layer, layer.G, g, trace)
+
+# %% ../../nbs/networks/06_report.ipynb #94188f82
+def _against_decay(layer: Layer, G: Tensor, g: Grams, trace: float) -> dict[str, float]:
+    "What divides by the weight decay, if there is one; `trace` is λ tr FACT."
+    lam = layer.weight_decay
+    if not lam > 0: return {}
+    square = _trace(g.K)
+    return {"trace ratio": trace / (lam * square) if square else math.nan,
+            "±": layer.trace_error, "residual": quantities.fact_error(g, G, lam, Side.RIGHT)}
 
 # %% ../../nbs/networks/06_report.ipynb #788ab4ba
-def spectra_of(layer: Layer, # with its tensors, or with its summary
-               g: Grams | None = None, # its products, where they are known already
-               exact: bool = False, # eigenvalues by a decomposition
-              ) -> dict[str, float]:
+def spectra_of(
+    layer: Layer, # with its tensors, or with its summary
+    g: Grams | None = None, # its products, where they are known already
+    exact: bool = False, # eigenvalues by a decomposition
+) -> dict[str, float]:
     "Trace, largest eigenvalues and stable rank of WᵀW, and what FACT's trace says."
     if layer.numbers: return layer.numbers["spectra"]
     g = g or Grams(layer.W)
     top, error = top_eigenvalues(g.K, exact=exact)
-    trace = float(g.K.diagonal().sum(dtype=dtype_for(g.K.device)))
+    trace = _trace(g.K)
     out = {"trace": trace, "stable rank": trace / top[0] if top[0] > 0 else math.nan}
     out |= {f"λ{i + 1}": v for i, v in enumerate(top)} | {"λ ±": error}
     return out | _of_fact(layer, g)
@@ -211,14 +228,12 @@ SIMILARITY: dict[str, Callable[[Tensor, Tensor], float]] = dict(pearson=pearson,
 # %% ../../nbs/networks/06_report.ipynb #dca781de
 class _Look(NamedTuple):
     "How a table is made."
-    similarity: str # "pearson" or "cosine"
-    symmetrise: bool # also the forms that need an SVD or an eigendecomposition
-    power: float # exponent of AGOP
-    only: frozenset[str] | None = None # columns to compute; all by default
+    similarity: str
+    symmetrise: bool # also decomposed forms
+    power: float # of AGOP
+    only: frozenset[str] | None = None # columns; all by default
 
-    def shows(self, column: str) -> bool:
-        "Whether a column is wanted."
-        return self.only is None or column in self.only
+    def shows(self, column: str) -> bool: return self.only is None or column in self.only
 
 # %% ../../nbs/networks/06_report.ipynb #9af4e216
 class ComparedPair(NamedTuple):
@@ -227,9 +242,10 @@ class ComparedPair(NamedTuple):
     own: Moments # of the NFM
     entries: float # that each of them has
 
-    def alike(self,
-              kind: str, # "pearson" or "cosine"
-             ) -> float:
+    def alike(
+        self,
+        kind: str, # "pearson" or "cosine"
+    ) -> float:
         "Their similarity."
         return quantities.similarity_from(kind, self.a, self.own, self.entries)
 
@@ -251,30 +267,41 @@ def _outer(use: Use, source: Source, side: Side) -> Tensor | None:
     owner = use.uses.get(use.name) if isinstance(use, Layer) else use
     return owner.outers.get(Outer(source, side)) if owner else None
 
-# %% ../../nbs/networks/06_report.ipynb #3cf58148
-def _left_outer(use: Use, q: Quantity) -> Tensor | None:
-    "The averaged outer product at the output, from which a quantity is made."
-    if q.factor is None or q.name in use.held: return None
-    return _outer(use, q.source, Side.LEFT)
-
 # %% ../../nbs/networks/06_report.ipynb #1fdf9200
-def _moments(use: Use, q: Quantity, g: Grams) -> Moments | None:
-    "Moments of a quantity beside its NFM, on the smaller side; None where they are not known."
+def _moments(use: Use, q: Quantity, g: Grams) -> Moments | None: # None where they are not known
+    "Moments of a quantity beside its NFM, on the smaller side."
     if q.factor is None or q.name in use.held: return None
-    if q.source is Source.GRADIENT:
-        return quantities.fact_moments(g, use._added_up(q), use.weight_decay, q.side)
-    if q.source is Source.INPUTS:
-        H = _outer(use, q.source, Side.RIGHT)
-        other = Side.LEFT if q.side is Side.RIGHT else Side.RIGHT
-        return None if H is None else quantities.outer_moments(g.T, H, other)
-    B = _left_outer(use, q)
+    if q.source is Source.INPUTS: return _input_moments(use, q, g)
+    if q.source is not Source.GRADIENT: return _output_moments(use, q, g)
+    return quantities.fact_moments(g, use._added_up(q), use.weight_decay, q.side)
+
+# %% ../../nbs/networks/06_report.ipynb #d4b7af59
+def _output_moments(use: Use, q: Quantity, g: Grams) -> Moments | None:
+    "The same of gradients."
+    B = _outer(use, q.source, Side.LEFT)
     return None if B is None else quantities.outer_moments(g, B, q.side)
 
+# %% ../../nbs/networks/06_report.ipynb #d89dab8a
+_ACROSS = {Side.LEFT: Side.RIGHT, Side.RIGHT: Side.LEFT}
+
+def _input_moments(use: Use, q: Quantity, g: Grams) -> Moments | None:
+    "The same of activations."
+    H = _outer(use, q.source, Side.RIGHT)
+    if H is None: return None
+    return quantities.outer_moments(g.T, H, _ACROSS[q.side])
+
+# %% ../../nbs/networks/06_report.ipynb #a6da3b6a
+def _nfm(use: Use, q: Quantity) -> Tensor:
+    "The neural feature matrix with which a quantity is compared."
+    return use.get(target(q.side, q.change).name)
+
 # %% ../../nbs/networks/06_report.ipynb #6777f4f4
-def _plain(use: Use, q: Quantity, g: Grams) -> ComparedPair | None:
-    "A quantity beside its NFM on the smaller side; None where that is not known."
-    a = None if target(q.side, q.change).name in use.held else _moments(use, q, g)
-    return None if a is None else ComparedPair(a, g.own(q.side), g.entries(q.side))
+def _plain(use: Use, q: Quantity, g: Grams) -> ComparedPair:
+    "A quantity beside its NFM, on the smaller side if that is known."
+    by_hand = target(q.side, q.change).name in use.held
+    a = None if by_hand else _moments(use, q, g)
+    if a is None: return _by_matrices(_nfm(use, q), use.get(q.name))
+    return ComparedPair(a, g.own(q.side), g.entries(q.side))
 
 # %% ../../nbs/networks/06_report.ipynb #170dec75
 def _pair(use: Use, q: Quantity, other: Quantity, g: Grams) -> ComparedPair:
@@ -286,83 +313,102 @@ def _pair(use: Use, q: Quantity, other: Quantity, g: Grams) -> ComparedPair:
     a = a._replace(inner=quantities.cross_inner(use.W, H, B))
     return ComparedPair(a, b, g.entries(q.side))
 
+# %% ../../nbs/networks/06_report.ipynb #e2968598
+def _factor(use: Use, q: Quantity, g: Grams) -> Tensor | None:
+    "The factor beside W of a quantity on the larger side; None where there is none."
+    if g.near(q.side) or q.factor is None or q.name in use.held: return None
+    if q.source is Source.GRADIENT: return q.factor(use.W, use._added_up(q), use.weight_decay)
+    B = _outer(use, q.source, Side.LEFT) if g.wide else None
+    return None if B is None else q.factor(_base(use, q), B, use.weight_decay)
+
 # %% ../../nbs/networks/06_report.ipynb #85f51e07
 def _form(use: Use, q: Quantity, form: Variant, g: Grams, power: float) -> ComparedPair:
     "Another form of a quantity beside the NFM: in the basis of the rows, or as it is."
-    X = None
-    if not g.near(q.side) and q.factor is not None and q.name not in use.held:
-        if q.source is Source.GRADIENT:
-            X = q.factor(use.W, use._added_up(q), use.weight_decay)
-        elif (B := _left_outer(use, q)) is not None and g.wide:
-            X = q.factor(_base(use, q), B, use.weight_decay)
-    if X is None:
-        N = use.get(target(q.side, q.change).name)
-        return _by_matrices(N, form.of(use.get(q.name), power, None))
+    X = _factor(use, q, g)
+    if X is None: return _by_matrices(_nfm(use, q), form.of(use.get(q.name), power, None))
     Q, R = g.basis
     S = form.slim(R @ (X if g.wide else X.T), Q, power)                            # type: ignore
     return ComparedPair(quantities.form_moments(g, S), g.own(q.side), g.entries(q.side))
 
+# %% ../../nbs/networks/06_report.ipynb #ec53d4cc
+def _forms(
+    use: Use, q: Quantity, g: Grams, look: _Look, plain: ComparedPair,
+) -> Iterator[tuple[str, ComparedPair]]:
+    "The forms of a quantity that a table shows, by column."
+    for form in q.forms if look.symmetrise else ():
+        name = form.label(q.label, look.power)
+        if not look.shows(name): continue
+        yield name, plain if form.slim is None else _form(use, q, form, g, look.power)
+
 # %% ../../nbs/networks/06_report.ipynb #49efd58c
 def _quantity(use: Use, q: Quantity, g: Grams, look: _Look) -> dict[str, ComparedPair]: # by column
-    "A quantity and its forms."
-    own = target(q.side, q.change).name
-    plain = _plain(use, q, g) or _by_matrices(use.get(own), use.get(q.name))
+    "A quantity, the others that it is put beside, and its forms."
+    plain = _plain(use, q, g)
     found = {q.label: plain}
     for other in [QUANTITIES[name] for name in q.against if use.has(name)]:
         found[quantities.pair_label(q, other)] = _pair(use, q, other, g)
-    for form in q.forms if look.symmetrise else ():
-        name = form.label(q.label, look.power)
-        if look.shows(name):
-            found[name] = plain if form.slim is None else _form(use, q, form, g, look.power)
-    return found
+    return found | dict(_forms(use, q, g, look, plain))
 
 # %% ../../nbs/networks/06_report.ipynb #33ebb975
 def _error(use: Use, q: Quantity, g: Grams) -> float:
-    "The relative error of an equality."
-    if q.factor is None or {q.name, target(q.side).name} & use.held.keys():
-        return rel_err(use.get(target(q.side).name), use.get(q.name))
+    "r of an equality."
+    own = target(q.side).name
+    if q.factor is None or {q.name, own} & use.held.keys():
+        return rel_err(use.get(own), use.get(q.name))
     return quantities.fact_error(g, use._added_up(q), use.weight_decay, q.side)
 
-# %% ../../nbs/networks/06_report.ipynb #8f1f6772
-def _rows_by_kind(use: Use, # a layer or one use of it
-                  look: _Look, # which columns
-                  kinds: Iterable[str], # of similarity
-                  g: Grams, # products of its weight
-                 ) -> dict[str, dict[str, float]]: # kind → column → value
-    "All similarities of one layer or use, with the residual if there is one."
-    rows: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+# %% ../../nbs/networks/06_report.ipynb #4bab1f04
+def _comparable(use: Use, g: Grams) -> Iterator[tuple[Quantity, Grams]]:
+    "The quantities that can be compared, each with the products of its weight or change."
     changed = None if use.change is None or not use.has("cnfm") else Grams(use.change)
     for q in [q for side in Side for q in compared(side)]:
         products = changed if q.change else g
         if products is None or not use.has(q.name): continue
         if not use.has(target(q.side, q.change).name): continue
+        yield q, products
+
+# %% ../../nbs/networks/06_report.ipynb #834a764a
+def _residual_column(use: Use, g: Grams) -> dict[str, float]:
+    "The residual, where gradient and decay are known."
+    if not isinstance(use, Layer) or use.G is None or not use.weight_decay > 0: return {}
+    return {"residual": quantities.fact_error(g, use.G, use.weight_decay, Side.RIGHT)}
+
+# %% ../../nbs/networks/06_report.ipynb #8f1f6772
+def _rows_by_kind(
+    use: Use, look: _Look, kinds: Iterable[str], g: Grams,
+) -> dict[str, dict[str, float]]: # kind of similarity → column → value
+    "All similarities of one layer or use, with the residual if there is one."
+    rows: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    for q, products in _comparable(use, g):
         found = _quantity(use, q, products, look)
         error = {f"r({q.label})": _error(use, q, g)} if q.equality else {}
         for kind, row in rows.items():
             row |= {name: c.alike(kind) for name, c in found.items()} | error
-    if isinstance(use, Layer) and use.G is not None and use.weight_decay > 0:
-        residual = quantities.fact_error(g, use.G, use.weight_decay, Side.RIGHT)
-        for row in rows.values():
-            row["residual"] = residual
-    return rows
+    residual = _residual_column(use, g)
+    return {kind: row | residual for kind, row in rows.items()}
 
 # %% ../../nbs/networks/06_report.ipynb #93fe6012
 def _row(use: Use, look: _Look) -> dict[str, float]:
     "One row of a table."
     return _rows_by_kind(use, look, [look.similarity], Grams(use.W))[look.similarity]
 
-# %% ../../nbs/networks/06_report.ipynb #00df00c6
-def summarised(layer: Layer, # with its tensors
-              ) -> Layer: # without
-    "The numbers of a layer: similarities of both kinds, spectrum, residual."
+# %% ../../nbs/networks/06_report.ipynb #2152fde4
+def _numbers(layer: Layer) -> dict[str, dict[str, float]]:
+    "Similarities of both kinds, spectrum, residual."
     g = Grams(layer.W)
-    numbers = _rows_by_kind(layer, _Look("pearson", False, .5), SIMILARITY, g)
-    numbers["spectra"] = spectra_of(layer, g)
+    rows = _rows_by_kind(layer, _Look("pearson", False, .5), SIMILARITY, g)
+    return rows | {"spectra": spectra_of(layer, g)}
+
+# %% ../../nbs/networks/06_report.ipynb #00df00c6
+def summarised(
+    layer: Layer, # with its tensors
+) -> Layer: # without
+    "The numbers of a layer: similarities of both kinds, spectrum, residual."
     empty = torch.empty(layer.W.shape, device="meta")
     gone = {q: layer.missing.get(q, Reason.SUMMARY()) for q in QUANTITIES}
     return Layer(layer.name, empty, missing=gone, stderr=layer.stderr, frozen=layer.frozen,
                  weight_decay=layer.weight_decay, normalised=layer.normalised,
-                 trace_error=layer.trace_error, numbers=numbers)
+                 trace_error=layer.trace_error, numbers=_numbers(layer))
 
 # %% ../../nbs/networks/06_report.ipynb #06390a7d
 @dataclass
@@ -391,26 +437,29 @@ class Report:
         size = f"{len(self.entries)} layers, n = {self.n}"
         return f"Report({size}, loss = {self.loss:.4g}, skipped: {gone})"
 
-    def table(self,
-              similarity: str = "pearson", # "pearson" or "cosine"
-              wide: bool = False, # every form and both sides, not only what fits a terminal
-              symmetrise: bool = True, # also the forms that need a decomposition of every matrix
-              power: float = .5, # exponent of AGOP
-              fold: int = 8, # more matrices of one layer than this are one row, with their spread
-             ) -> pd.DataFrame: # one row per layer
+    def table(
+        self,
+        similarity: str = "pearson", # "pearson" or "cosine"
+        wide: bool = False, # every form and both sides, not only what fits a terminal
+        symmetrise: bool = True, # also the forms that need a decomposition of every matrix
+        power: float = .5, # exponent of AGOP
+        fold: int = 8, # more matrices of one layer than this are one row, with their spread
+    ) -> pd.DataFrame: # one row per layer
         "Similarity of every quantity with WᵀW, layer by layer."
         return _table(self, similarity, wide, symmetrise, power, fold)
 
-    def spectra(self,
-                exact: bool = False, # decompose every matrix, where it was kept
-               ) -> pd.DataFrame: # one row per layer
+    def spectra(
+        self,
+        exact: bool = False, # decompose every matrix, where it was kept
+    ) -> pd.DataFrame: # one row per layer
         "Trace, largest eigenvalues and stable rank of WᵀW, and what FACT's trace says."
         rows = {k: spectra_of(layer, exact=exact) for k, layer in self.entries.items()}
         return pd.DataFrame(rows).T
 
-    def alignments(self,
-                   similarity: str = "cosine", # or "pearson"
-                  ) -> pd.DataFrame: # one row per layer
+    def alignments(
+        self,
+        similarity: str = "cosine", # or "pearson"
+    ) -> pd.DataFrame: # one row per layer
         "The six alignments of the canonical representation hypothesis, and the centred NFC."
         return _alignments(self, similarity)
 
@@ -422,24 +471,27 @@ class Report:
         "What is converged, what is not, and which assumption fails where."
         return _explain(self)
 
-    def plot(self,
-             similarity: str = "pearson", # "pearson" or "cosine"
-             backward: bool = False, # the output side, WWᵀ
-             ax: Axes | None = None, # where to draw; a new figure by default
-             by: str = "auto", # "layer", "role": one panel per role, blocks along x
-            ) -> Axes:
+    def plot(
+        self,
+        similarity: str = "pearson", # "pearson" or "cosine"
+        backward: bool = False, # the output side, WWᵀ
+        ax: Axes | None = None, # where to draw; a new figure by default
+        by: str = "auto", # "layer", "role": one panel per role, blocks along x
+    ) -> Axes:
         "Similarity to WᵀW by depth, one line per quantity."
         return _plot(self, similarity, backward, ax, by)
 
-    def save(self,
-             path: str | Path, # of the file, .npz
-            ) -> None:
+    def save(
+        self,
+        path: str | Path, # of the file, .npz
+    ) -> None:
         "Write the report, without pickle; `Report.load` reads it back."
         _save(self, path)
 
     @staticmethod
-    def load(path: str | Path, # of `save`
-            ) -> "Report":
+    def load(
+        path: str | Path, # of `save`
+    ) -> "Report":
         "Read a report that `save` wrote."
         return _load(path)
 
@@ -458,37 +510,48 @@ def _rows(rep: Report, look: _Look) -> dict[str, dict[str, float]]:
             rows |= {f"{name} as {k}": _row(u, look) for k, u in layer.uses.items()}
     return rows
 
+# %% ../../nbs/networks/06_report.ipynb #995d8acb
+def _fold_names(names: pd.Series, fold: int) -> pd.Series:
+    "The row into which each row goes: its layer's, if that has more than `fold`, or its own."
+    stem = names.str.replace(r"\[\d+\]$", "", regex=True)
+    return stem.where(stem.map(stem.value_counts()) > fold, names)
+
+# %% ../../nbs/networks/06_report.ipynb #a89941a6
+def _folded_row(group: pd.DataFrame) -> pd.Series:
+    "The mean of the rows of one layer, and the spread of their first column."
+    spread = pd.Series({"spread": group.iloc[:, 0].std()})
+    return pd.concat([group.mean(), spread])
+
 # %% ../../nbs/networks/06_report.ipynb #499001c3
 def _folded(frame: pd.DataFrame, fold: int) -> pd.DataFrame:
-    "Many matrices of one layer as one row: their mean, and the spread of the first column."
-    stem = frame.index.to_series().str.replace(r"\[\d+\]$", "", regex=True)
-    many = stem.map(stem.value_counts()) > fold
-    if not many.any(): return frame
-    rows = {}
-    for name, group in frame.groupby(stem.where(many, frame.index.to_series()), sort=False):
+    "Many matrices of one layer as one row."
+    names = frame.index.to_series()
+    into, rows = _fold_names(names, fold), {}
+    if (into == names).all(): return frame
+    for name, group in frame.groupby(into, sort=False):
         if len(group) == 1 and name in frame.index:
             rows[name] = group.iloc[0]
         else:
-            spread = pd.Series({"spread": group.iloc[:, 0].std()})
-            rows[f"{name}[0…{len(group) - 1}]"] = pd.concat([group.mean(), spread])
+            rows[f"{name}[0…{len(group) - 1}]"] = _folded_row(group)
     return pd.DataFrame(rows).T.rename_axis("layer")
 
-# %% ../../nbs/networks/06_report.ipynb #f8ce0018
-def _table(rep: Report, # what was measured
-           similarity: str = "pearson", # or "cosine"
-           wide: bool = False, # every form and both sides, not only what fits a terminal
-           symmetrise: bool = True, # also FACTᵀ, √(FACT·FACTᵀ) and AGOP's power: decompositions
-           power: float = .5, # exponent of AGOP
-           fold: int = 8, # more matrices of one layer than this are one row
-          ) -> pd.DataFrame: # one row per layer, one column per quantity and form
-    "Similarity of every quantity with WᵀW (or WWᵀ), layer by layer."
+# %% ../../nbs/networks/06_report.ipynb #e98fedc9
+def _look_asked(similarity: str, wide: bool, symmetrise: bool, power: float) -> _Look:
+    "How to make a table, or a ValueError."
     if similarity not in SIMILARITY:
         raise ValueError(f'similarity must be "pearson" or "cosine", not {similarity!r}')
     check_number(power, "power", above=0)
     names = [c for s in Side for c in quantities.narrow_columns(s, power, symmetrise)]
-    look = _Look(similarity, symmetrise, power, None if wide else frozenset(names))
-    frame = pd.DataFrame.from_dict(_rows(rep, look), orient="index")
-    frame.index.name = "layer"
+    return _Look(similarity, symmetrise, power, None if wide else frozenset(names))
+
+# %% ../../nbs/networks/06_report.ipynb #f8ce0018
+def _table(
+    rep: Report, similarity: str = "pearson", wide: bool = False, symmetrise: bool = True,
+    power: float = .5, fold: int = 8,
+) -> pd.DataFrame: # one row per layer, one column per quantity and form
+    "Similarity of every quantity with WᵀW (or WWᵀ), layer by layer."
+    look = _look_asked(similarity, wide, symmetrise, power)
+    frame = pd.DataFrame.from_dict(_rows(rep, look), orient="index").rename_axis("layer")
     every = [c for c in columns(power) if c in frame]
     return _folded(frame[every] if wide else _narrow(frame, look), fold)
 
@@ -496,11 +559,16 @@ def _table(rep: Report, # what was measured
 def _narrow(frame: pd.DataFrame, look: _Look) -> pd.DataFrame:
     "One column a quantity, the relative error of FACT, the residual."
     for side in Side:
-        names = quantities.narrow_columns(side, look.power, look.symmetrise)
-        plain = quantities.narrow_columns(side, look.power, symmetrise=False)
-        there = [a if a in frame else b for a, b in zip(names, plain) if a in frame or b in frame]
+        there = _narrow_columns(frame, look, side)
         if set(there) - {"residual"}: return frame[there]
     return frame
+
+# %% ../../nbs/networks/06_report.ipynb #f1c5d3db
+def _narrow_columns(frame: pd.DataFrame, look: _Look, side: Side) -> list[str]:
+    "The columns of one side that are there, in its form or plain."
+    names = quantities.narrow_columns(side, look.power, look.symmetrise)
+    plain = quantities.narrow_columns(side, look.power, symmetrise=False)
+    return [a if a in frame else b for a, b in zip(names, plain) if a in frame or b in frame]
 
 # %% ../../nbs/networks/06_report.ipynb #a2f8d46c
 _ALIGNMENTS = {
@@ -510,14 +578,15 @@ _ALIGNMENTS = {
 
 # %% ../../nbs/networks/06_report.ipynb #23aed905
 def _alignments(rep: Report, similarity: str) -> pd.DataFrame:
-    "Columns of the wide table under the names of the works that use them."
+    "Columns of the wide table, renamed."
     frame = _table(rep, similarity, wide=True, symmetrise=False)
-    shown = {name: column for name, column in _ALIGNMENTS.items() if column in frame}
-    return frame[list(shown.values())].set_axis(list(shown), axis=1)
+    shown = {c: name for name, c in _ALIGNMENTS.items() if c in frame}
+    return frame[list(shown)].rename(columns=shown)
 
 # %% ../../nbs/networks/06_report.ipynb #7281aa7f
-def verdict(layer: Layer, # of a report
-           ) -> str:
+def verdict(
+    layer: Layer, # of a report
+) -> str:
     "Whether FACT holds in a layer, in a word or two."
     return _verdict(layer, _fact_numbers(layer))
 
@@ -527,20 +596,28 @@ def _verdict(layer: Layer, s: dict[str, float]) -> str:
     if layer.frozen: return "frozen"
     if not layer.weight_decay > 0: return "no weight decay"
     if "residual" not in s: return "not measured"
-    if layer.normalised or abs(s["tr/‖FACT‖"]) < INVARIANT: return "cannot hold: scale invariant"
+    invariant = layer.normalised or abs(s["tr/‖FACT‖"]) < INVARIANT
+    return "cannot hold: scale invariant" if invariant else _distance(s)
+
+# %% ../../nbs/networks/06_report.ipynb #b0ae4bc7
+def _distance(s: dict[str, float]) -> str:
+    "How near rest a layer is, if one can tell."
     if s["residual"] < .1: return "holds"
     if s["residual"] < .5: return "close"
     off = abs(s["trace ratio"] - 1)
     return "too few data" if off < 2 * s["±"] and s["±"] > .05 else "not converged"
 
+# %% ../../nbs/networks/06_report.ipynb #dddf9ad1
+def _verdict_row(layer: Layer) -> dict[str, float | str]:
+    "Residual, ratio of traces with its error bar, and the verdict."
+    s = _fact_numbers(layer)
+    shown = {k: s.get(k, math.nan) for k in ("residual", "trace ratio", "±")}
+    return shown | {"verdict": _verdict(layer, s)}
+
 # %% ../../nbs/networks/06_report.ipynb #f9c136b4
-def _verdicts(rep: Report) -> pd.DataFrame:
-    "Residual, ratio of traces with its error bar, and a verdict for each layer."
-    rows = {}
-    for name, layer in rep.entries.items():
-        s = _fact_numbers(layer)
-        shown = {k: s.get(k, math.nan) for k in ("residual", "trace ratio", "±")}
-        rows[name] = shown | {"verdict": _verdict(layer, s)}
+def _verdicts(rep: Report) -> pd.DataFrame: # one row per layer
+    "Does FACT hold, layer by layer."
+    rows = {name: _verdict_row(layer) for name, layer in rep.entries.items()}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("layer")
 
 # %% ../../nbs/networks/06_report.ipynb #f0f12043
@@ -560,109 +637,172 @@ def _names(names: list[str], most: int = 4) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
-# %% ../../nbs/networks/06_report.ipynb #5e874289
-def _explain(rep: Report) -> str:
-    "What is converged, what is not, and which assumption fails where."
-    found = _verdicts(rep).verdict
-    good = int((found == "holds").sum())
-    lines = [f"FACT holds in {good} of {len(found)} weight matrices "
-             f"(n = {rep.n}, mean loss {rep.loss:.4g})."]
+# %% ../../nbs/networks/06_report.ipynb #c5b2bf9d
+def _by_verdict(found: pd.Series) -> Iterator[str]:
+    "A line for each verdict found."
     for word, meaning in _MEANING.items():
         names = list(found.index[found == word])
-        if names:
-            lines.append(f"{word[0].upper()}{word[1:]} ({len(names)}): {meaning}. {_names(names)}.")
+        if not names: continue
+        yield f"{word[0].upper()}{word[1:]} ({len(names)}): {meaning}. {_names(names)}."
+
+# %% ../../nbs/networks/06_report.ipynb #822a30b6
+def _what_is_not_there(rep: Report) -> Iterator[str]:
+    "Products that are not seen, notes about the batches, layers that were skipped."
     unseen = [k for k, v in rep.entries.items() if not v.uses and not v.numbers]
     if unseen:
-        lines.append(f"Without AGOP and eNFA ({len(unseen)}): the product W·h is not seen. "
-                     f"{_names(unseen)}.")
-    lines += [f"Note: {s}." for s in rep.notes]
+        yield (f"Without AGOP and eNFA ({len(unseen)}): the product W·h is not seen. "
+               f"{_names(unseen)}.")
+    yield from (f"Note: {s}." for s in rep.notes)
     if rep.skipped:
-        lines.append(f"Not there: {_names(list(rep.skipped))} (rep.skipped says why).")
-    return "\n".join(lines)
+        yield f"Not there: {_names(list(rep.skipped))} (rep.skipped says why)."
 
-# %% ../../nbs/networks/06_report.ipynb #a741d608
-def _stored(use: Use, at: str, arrays: dict[str, np.ndarray]) -> dict:
-    "What JSON says about a use; its tensors go to `arrays` under names that begin with `at`."
-    arrays[f"{at}W"] = use.W.cpu().numpy() if use.W.device.type != "meta" else np.empty(0)
-    if use.change is not None:
-        arrays[f"{at}change"] = use.change.cpu().numpy()
-    for outer, A in use.outers.items():
-        arrays[f"{at}{outer.source.name}.{outer.side.name}"] = A.cpu().numpy()
+# %% ../../nbs/networks/06_report.ipynb #5e874289
+def _explain(rep: Report) -> str:
+    "The answer, then its reasons."
+    found = _verdicts(rep).verdict
+    good = int((found == "holds").sum())
+    answer = (f"FACT holds in {good} of {len(found)} weight matrices "
+              f"(n = {rep.n}, mean loss {rep.loss:.4g}).")
+    return "\n".join([answer, *_by_verdict(found), *_what_is_not_there(rep)])
+
+# %% ../../nbs/networks/06_report.ipynb #b186f81a
+def _tensors(use: Use) -> dict[str, Tensor | None]:
+    "All that a use or a layer holds, by its name in the file."
+    found: dict[str, Tensor | None] = {"W": use.W, "change": use.change}
+    found |= {f"{o.source.name}.{o.side.name}": A for o, A in use.outers.items()}
+    return found | (dict(G=use.G, U=use.U) if isinstance(use, Layer) else {})
+
+# %% ../../nbs/networks/06_report.ipynb #b93cb3e0
+def _plain_array(A: Tensor) -> np.ndarray:
+    "A tensor for the file; empty when it has a shape and no values."
+    return A.cpu().numpy() if A.device.type != "meta" else np.empty(0)
+
+# %% ../../nbs/networks/06_report.ipynb #8db72ebc
+def _owners(rep: Report) -> Iterator[tuple[str, Use]]: # how its names begin in the file
+    "All layers, and all uses."
+    for i, layer in enumerate(rep.entries.values()):
+        yield f"{i}/", layer
+        yield from ((f"{i}/{j}/", u) for j, u in enumerate(layer.uses.values()))
+
+# %% ../../nbs/networks/06_report.ipynb #1a99368c
+def _arrays(rep: Report) -> dict[str, np.ndarray]:
+    "The tensors of a report, as they go into the file."
+    found = {at + k: A for at, use in _owners(rep) for k, A in _tensors(use).items()}
+    return {name: _plain_array(A) for name, A in found.items() if A is not None}
+
+# %% ../../nbs/networks/06_report.ipynb #25c468d8
+def _described(use: Use) -> dict:
+    "What JSON says about a use."
     missing = {q: (m.reason.name, m.numbers) for q, m in use.missing.items()}
     return dict(name=use.name, shape=list(use.W.shape), missing=missing, stderr=use.stderr,
                 weight_decay=use.weight_decay)
 
+# %% ../../nbs/networks/06_report.ipynb #ed37c268
+_OF_LAYER = ("frozen", "normalised", "trace_error", "numbers")
+
+def _described_layer(layer: Layer) -> dict:
+    "What JSON says about a layer and its uses."
+    uses = [_described(u) for u in layer.uses.values()]
+    return _described(layer) | {"uses": uses} | {k: getattr(layer, k) for k in _OF_LAYER}
+
+# %% ../../nbs/networks/06_report.ipynb #902d0220
+def _plain_settings(settings: Options) -> dict:
+    "Those that JSON can hold."
+    return {k: v for k, v in asdict(settings).items()
+            if not callable(v) and not isinstance(v, torch.dtype)}
+
+# %% ../../nbs/networks/06_report.ipynb #ada01e49
+def _meta(rep: Report) -> dict:
+    "What JSON says about a report."
+    layers = [_described_layer(layer) for layer in rep.entries.values()]
+    return dict(layers=layers, skipped=rep.skipped, n=rep.n, loss=rep.loss,
+                settings=_plain_settings(rep.settings), notes=rep.notes)
+
 # %% ../../nbs/networks/06_report.ipynb #17a498d1
 def _save(rep: Report, path: str | Path) -> None:
     "Write a report."
-    arrays: dict[str, np.ndarray] = {}
-    layers = []
-    for i, layer in enumerate(rep.entries.values()):
-        entry = _stored(layer, f"{i}/", arrays)
-        arrays |= {f"{i}/{k}": A.cpu().numpy() for k, A in (("G", layer.G), ("U", layer.U))
-                   if A is not None}
-        entry["uses"] = [_stored(u, f"{i}/{j}/", arrays) for j, u in enumerate(layer.uses.values())]
-        entry |= {k: getattr(layer, k) for k in ("frozen", "normalised", "trace_error", "numbers")}
-        layers.append(entry)
-    options = {k: v for k, v in asdict(rep.settings).items()
-               if not callable(v) and not isinstance(v, torch.dtype)}
-    meta = dict(layers=layers, skipped=rep.skipped, n=rep.n, loss=rep.loss, settings=options,
-                notes=rep.notes)
     out = io.BytesIO()
-    np.savez(out, allow_pickle=False, meta=np.array(json.dumps(meta)), **arrays)
+    meta = np.array(json.dumps(_meta(rep)))
+    np.savez(out, allow_pickle=False, meta=meta, **_arrays(rep))
     write_atomic(path, out.getvalue())
 
+# %% ../../nbs/networks/06_report.ipynb #19730a82
+def _read_outers(arrays: dict[str, Tensor], at: str) -> dict[Outer, Tensor]:
+    "The average outer products of a use."
+    every = [Outer(source, side) for source in Source for side in Side]
+    named = {outer: f"{at}{outer.source.name}.{outer.side.name}" for outer in every}
+    return {outer: arrays[name] for outer, name in named.items() if name in arrays}
+
+# %% ../../nbs/networks/06_report.ipynb #90d7c3a1
+def _read_missing(entry: dict) -> dict[str, Missing]:
+    "Why some quantities of a use are not there."
+    return {q: Missing(Reason[name], numbers) for q, (name, numbers) in entry["missing"].items()}
+
 # %% ../../nbs/networks/06_report.ipynb #9a30a790
-def _restored(entry: dict, at: str, arrays: dict[str, np.ndarray]) -> dict:
+def _restored(entry: dict, at: str, arrays: dict[str, Tensor]) -> dict:
     "The fields of a use, read back."
     W = arrays[f"{at}W"]
-    kept = torch.from_numpy(W) if W.size else torch.empty(entry["shape"], device="meta")
-    change = torch.from_numpy(arrays[f"{at}change"]) if f"{at}change" in arrays else None
-    missing = {q: Missing(Reason[name], numbers) for q, (name, numbers) in entry["missing"].items()}
-    outers = {Outer(source, side): torch.from_numpy(arrays[key]) for source in Source
-              for side in Side if (key := f"{at}{source.name}.{side.name}") in arrays}
-    return dict(name=entry["name"], W=kept, outers=outers, missing=missing,
-                stderr=entry["stderr"], weight_decay=entry["weight_decay"], change=change)
+    kept = W if W.numel() else torch.empty(entry["shape"], device="meta")
+    return dict(name=entry["name"], W=kept, outers=_read_outers(arrays, at),
+                missing=_read_missing(entry), stderr=entry["stderr"],
+                weight_decay=entry["weight_decay"], change=arrays.get(f"{at}change"))
 
-# %% ../../nbs/networks/06_report.ipynb #4b074eff
-def _load(path: str | Path) -> Report:
-    "Read a report."
+# %% ../../nbs/networks/06_report.ipynb #287a3569
+def _restored_layer(entry: dict, at: str, arrays: dict[str, Tensor]) -> Layer:
+    "A layer with its uses, read back."
+    uses = {u["name"]: Use(**_restored(u, f"{at}{j}/", arrays))
+            for j, u in enumerate(entry["uses"])}
+    more = {k: entry[k] for k in _OF_LAYER} | {k: arrays.get(f"{at}{k}") for k in "GU"}
+    return Layer(**_restored(entry, at, arrays), **more, uses=uses)
+
+# %% ../../nbs/networks/06_report.ipynb #79082360
+def _read(path: str | Path) -> tuple[dict, dict[str, Tensor]]: # JSON, tensors
+    "The two parts of a file; a NotAState when it is not one of ours."
     try:
         with np.load(path, allow_pickle=False) as f:
             arrays = dict(f)
         meta = json.loads(str(arrays.pop("meta")))
     except (KeyError, ValueError, OSError) as e:
         raise NotAState(f"{path} is not a report that save wrote ({type(e).__name__})") from None
-    entries = {}
-    for i, entry in enumerate(meta["layers"]):
-        uses = {u["name"]: Use(**_restored(u, f"{i}/{j}/", arrays))
-                for j, u in enumerate(entry["uses"])}
-        more = {k: entry[k] for k in ("frozen", "normalised", "trace_error", "numbers")}
-        more |= _restored(entry, f"{i}/", arrays)
-        more |= {k: torch.from_numpy(arrays[f"{i}/{k}"]) for k in "GU" if f"{i}/{k}" in arrays}
-        entries[entry["name"]] = Layer(**more, uses=uses)
-    return Report(entries, meta["skipped"], meta["n"], meta["loss"], Options(**meta["settings"]),
-                  meta["notes"])
+    return meta, {k: torch.from_numpy(A) for k, A in arrays.items()}
+
+# %% ../../nbs/networks/06_report.ipynb #4b074eff
+def _load(path: str | Path) -> Report:
+    "Read a report."
+    meta, arrays = _read(path)
+    layers = [_restored_layer(e, f"{i}/", arrays) for i, e in enumerate(meta["layers"])]
+    return Report({layer.name: layer for layer in layers}, meta["skipped"], meta["n"],
+                  meta["loss"], Options(**meta["settings"]), meta["notes"])
 
 # %% ../../nbs/networks/06_report.ipynb #d05f0cef
-def block_and_role(name: str, # of a layer
-                  ) -> tuple[int | None, str]: # number of its block, role in it
+def block_and_role(
+    name: str, # of a layer
+) -> tuple[int | None, str]: # number of its block, role in it
     "h.3.attn.c_proj → 3, attn.c_proj."
     found = re.search(r"(?:^|\.)(\d+)\.", name)
     if not found: return None, name
     return int(found[1]), name[:found.start()].rpartition(".")[2] + ":" + name[found.end():]
 
-# %% ../../nbs/networks/06_report.ipynb #7c9bb226
-def _drawn(rep: Report, similarity: str, backward: bool) -> tuple[pd.DataFrame, dict[str, str]]:
-    "What a figure shows: one row per layer and quantity; and the colours."
+# %% ../../nbs/networks/06_report.ipynb #3f9d75ac
+def _colours(backward: bool) -> dict[str, str]:
+    "What a figure shows of a side: a colour for each quantity."
     from fact_nb.figures import COLOURS
     shown = compared(Side.LEFT if backward else Side.RIGHT)
-    colours = {q.label: COLOURS.get(q.family, COLOURS["other"]) for q in shown}
-    frame = _table(rep, similarity, wide=True, symmetrise=False)
-    frame = frame.reindex(columns=list(colours)).dropna(axis=1, how="all")
-    long = frame.reset_index().melt("layer", var_name="quantity", value_name=similarity)
+    return {q.label: COLOURS.get(q.family, COLOURS["other"]) for q in shown}
+
+# %% ../../nbs/networks/06_report.ipynb #ef3e7e29
+def _with_places(long: pd.DataFrame) -> pd.DataFrame:
+    "The same rows, with the block and the role of their layers."
     places = [block_and_role(name) for name in long.layer]
-    return long.assign(block=[b for b, _ in places], role=[r for _, r in places]), colours
+    return long.assign(block=[b for b, _ in places], role=[r for _, r in places])
+
+# %% ../../nbs/networks/06_report.ipynb #7c9bb226
+def _drawn(rep: Report, similarity: str, quantities: Iterable[str]) -> pd.DataFrame:
+    "What a figure shows: one row per layer and quantity."
+    frame = _table(rep, similarity, wide=True, symmetrise=False)
+    frame = frame.reindex(columns=list(quantities)).dropna(axis=1, how="all")
+    long = frame.reset_index().melt("layer", var_name="quantity", value_name=similarity)
+    return _with_places(long)
 
 # %% ../../nbs/networks/06_report.ipynb #0b1eaa26
 def _plot_roles(long: pd.DataFrame, similarity: str, colours: dict[str, str], label: str) -> Axes:
@@ -679,27 +819,34 @@ def _plot_roles(long: pd.DataFrame, similarity: str, colours: dict[str, str], la
     grid.add_legend()
     return grid.axes.flat[0]
 
-# %% ../../nbs/networks/06_report.ipynb #850ca7c1
-def _plot(rep: Report, # what was measured
-          similarity: str = "pearson", # or "cosine"
-          backward: bool = False, # the d' × d' side
-          ax: Axes | None = None, # where to draw; a new figure by default
-          by: str = "auto", # "layer" or "role"
-         ) -> Axes:
-    "Similarity of FACT, AGOP and eNFA with WᵀW, layer by layer."
+# %% ../../nbs/networks/06_report.ipynb #5f5600a1
+def _plot_layers(
+    long: pd.DataFrame, similarity: str, colours: dict[str, str], label: str, ax: Axes | None,
+) -> Axes:
+    "One panel, layers along x."
     import matplotlib.pyplot as plt
     import seaborn as sns
-    if by not in ("auto", "layer", "role"):
-        raise ValueError(f'by must be "auto", "layer" or "role", not {by!r}')
-    long, colours = _drawn(rep, similarity, backward)
-    label = f"{similarity} with {'WWᵀ' if backward else 'WᵀW'}"
-    repeats = long.dropna(subset=["block"]).groupby("role").block.nunique()
-    deep = long.layer.nunique() > 12 and len(repeats) and repeats.max() > 2
-    if by == "role" or (by == "auto" and deep and ax is None):
-        return _plot_roles(long, similarity, colours, label)
     ax = ax or plt.subplots(figsize=(6, 3.5))[1]
     sns.lineplot(long, x="layer", y=similarity, hue="quantity", style="quantity", markers=True,
                  dashes=False, palette=colours, ax=ax)
     ax.set(ylabel=label, ylim=(min(0, long[similarity].min() - .05), 1.05))
     ax.axhline(1, lw=.8, color="grey", zorder=0)
     return ax
+
+# %% ../../nbs/networks/06_report.ipynb #44c9586e
+def _is_deep(long: pd.DataFrame) -> bool:
+    "Whether there are many layers, and one role in more than two blocks."
+    blocks = long.dropna(subset=["block"]).groupby("role").block.nunique()
+    return bool(long.layer.nunique() > 12 and len(blocks) and blocks.max() > 2)
+
+# %% ../../nbs/networks/06_report.ipynb #850ca7c1
+def _plot(rep: Report, similarity: str, backward: bool, ax: Axes | None, by: str) -> Axes:
+    "Similarity of FACT, AGOP and eNFA with WᵀW, layer by layer."
+    if by not in ("auto", "layer", "role"):
+        raise ValueError(f'by must be "auto", "layer" or "role", not {by!r}')
+    colours = _colours(backward)
+    long = _drawn(rep, similarity, colours)
+    label = f"{similarity} with {'WWᵀ' if backward else 'WᵀW'}"
+    if by == "role" or (by == "auto" and ax is None and _is_deep(long)):
+        return _plot_roles(long, similarity, colours, label)
+    return _plot_layers(long, similarity, colours, label, ax)

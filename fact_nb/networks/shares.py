@@ -6,7 +6,7 @@
 __all__ = ['LayerRows', 'one_matrix', 'layer_rows', 'feature_vectors', 'Shares', 'shares_of', 'sample_shares', 'without_feature']
 
 # %% ../../nbs/networks/20_shares.ipynb #sh0003
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import check_number
-from .capture import Capture
+from .capture import Call, Capture, Part
 from .weights import Matrix, chosen, weight_matrices
 
 # %% ../../nbs/networks/20_shares.ipynb #sh0007
@@ -26,35 +26,50 @@ class LayerRows(NamedTuple):
     g: Tensor # gradients of the mean loss by its outputs, n × positions × d'
 
 # %% ../../nbs/networks/20_shares.ipynb #sh0008
-def one_matrix(model: nn.Module, # any model
-               layer: str, # name of a matrix, as `measure` calls it
-              ) -> Matrix:
-    "The weight matrix with this name."
+def one_matrix(
+    model: nn.Module, # any
+    layer: str, # as in `measure`
+) -> Matrix:
+    "The matrix of this name."
     found = chosen(weight_matrices(model)[0], layer)
     if len(found) == 1: return found[0]
     raise ValueError(f"layer={layer!r} fits {[x.name for x in found]}; give one name")
 
-# %% ../../nbs/networks/20_shares.ipynb #sh0009
-def layer_rows(model: nn.Module, # as it is: call eval() first where that matters
-               loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
-               X: Tensor, # all inputs, samples first
-               y: Tensor, # all targets
-               layer: str, # name of a matrix
-              ) -> LayerRows:
-    "Inputs of a layer and the loss's gradients by its outputs, from one pass."
-    matrix, inputs = one_matrix(model, layer), []
+# %% ../../nbs/networks/20_shares.ipynb #58c58f5d
+def _captured(
+    matrix: Matrix, model: nn.Module, loss: Callable[[], Tensor],
+) -> tuple[Tensor, list[tuple[Call, Part]], list[Tensor]]: # loss, uses of the matrix, inputs
+    "One forward pass, with the inputs of a matrix at each of its uses."
+    inputs: list[Tensor] = []
     keep = lambda part, rows: inputs.append(torch.cat(list(rows)).detach())
     cap = Capture([matrix], chain(model.parameters(), model.buffers()), keep)
     with torch.enable_grad(), cap:
-        loss = loss_fn(model(X), y)
-    calls = [(call, part) for call in cap.notes.calls for part in call.parts]
-    if len(calls) != len(inputs) or not calls:
+        value = loss()
+    return value, [(call, part) for call in cap.notes.calls for part in call.parts], inputs
+
+# %% ../../nbs/networks/20_shares.ipynb #sh0009
+def layer_rows(
+    model: nn.Module, # as it is: call eval() first where that matters
+    loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
+    X: Tensor, # all inputs, samples first
+    y: Tensor, # all targets
+    layer: str, # name of a matrix
+) -> LayerRows:
+    "Inputs of a layer and the loss's gradients by its outputs, from one pass."
+    matrix = one_matrix(model, layer)
+    loss, uses, inputs = _captured(matrix, model, lambda: loss_fn(model(X), y))
+    if len(uses) != len(inputs) or not uses:
         raise ValueError(f"{layer} is not used as one product of its inputs in this model")
-    at: list[Any] = [call.at for call, _ in calls]
-    grads = torch.autograd.grad(loss, at)
-    outs = [call.rows_of(g, part) for (call, part), g in zip(calls, grads)]
+    W = uses[0][1].W(matrix.param.detach())
     by_sample = lambda rows: torch.cat([_by_sample(t, len(X), layer) for t in rows], 1)
-    return LayerRows(calls[0][1].W(matrix.param.detach()), by_sample(inputs), by_sample(outs))
+    return LayerRows(W, by_sample(inputs), by_sample(_gradient_rows(loss, uses)))
+
+# %% ../../nbs/networks/20_shares.ipynb #79c32ee7
+def _gradient_rows(loss: Tensor, uses: Sequence[tuple[Call, Part]]) -> list[Tensor]:
+    "Gradients by the outputs of each use, in rows."
+    at: list[Any] = [call.at for call, _ in uses]
+    grads = torch.autograd.grad(loss, at)
+    return [call.rows_of(g, part) for (call, part), g in zip(uses, grads)]
 
 # %% ../../nbs/networks/20_shares.ipynb #sh0010
 def _by_sample(rows: Tensor, n: int, layer: str) -> Tensor: # n × positions × width
@@ -65,9 +80,10 @@ def _by_sample(rows: Tensor, n: int, layer: str) -> Tensor: # n × positions × 
     return rows.reshape(n, -1, rows.shape[-1])
 
 # %% ../../nbs/networks/20_shares.ipynb #sh0012
-def feature_vectors(W: Tensor, # d' × d
-                    k: int | None = None, # how many; all that W has by default
-                   ) -> Tensor: # d × k, orthonormal, the leading one first
+def feature_vectors(
+    W: Tensor, # d' × d
+    k: int | None = None, # how many; all that W has by default
+) -> Tensor: # d × k, orthonormal, the leading one first
     "The leading eigenvectors of WᵀW."
     return torch.linalg.svd(W, full_matrices=False)[2][:k].mT
 
@@ -79,24 +95,26 @@ class Shares(NamedTuple):
     shares: Tensor # signed, n × k; at a critical point a column sums to its eigenvalue
 
 # %% ../../nbs/networks/20_shares.ipynb #sh0014
-def shares_of(rows: LayerRows, # of a layer
-              weight_decay: float, # λ
-              vectors: Tensor, # d × k
-             ) -> Tensor: # n × k
+def shares_of(
+    rows: LayerRows, # of a layer
+    weight_decay: float, # λ
+    vectors: Tensor, # d × k
+) -> Tensor: # n × k
     "−(1/λ) Σ over positions of (gᵀWv)(hᵀv): gradients of the mean loss have their 1/n."
     forces = rows.g @ (rows.W @ vectors)                         # n × positions × k
     return -(forces * (rows.h @ vectors)).sum(1) / weight_decay
 
 # %% ../../nbs/networks/20_shares.ipynb #sh0015
-def sample_shares(model: nn.Module, # left as it is
-                  loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
-                  X: Tensor, # all inputs, samples first
-                  y: Tensor, # all targets
-                  weight_decay: float, # λ of the training
-                  layer: str, # name of a matrix, as `measure` calls it
-                  # d × k, for features of your own; a number for the leading eigenvectors
-                  vectors: Tensor | int = 10,
-                 ) -> Shares:
+def sample_shares(
+    model: nn.Module, # left as it is
+    loss_fn: Callable[[Tensor, Tensor], Tensor], # mean loss of a batch
+    X: Tensor, # all inputs, samples first
+    y: Tensor, # all targets
+    weight_decay: float, # λ of the training
+    layer: str, # name of a matrix, as `measure` calls it
+    # d × k, for features of your own; a number for the leading eigenvectors
+    vectors: Tensor | int = 10,
+) -> Shares:
     "The share of every sample in features of a layer; with held-out samples, in their loss."
     check_number(weight_decay, "weight_decay", above=0)
     rows = layer_rows(model, loss_fn, X, y, layer)
@@ -105,10 +123,11 @@ def sample_shares(model: nn.Module, # left as it is
 
 # %% ../../nbs/networks/20_shares.ipynb #sh0025
 @contextmanager
-def without_feature(model: nn.Module, # changed inside the block, and put back after it
-                    layer: str, # name of a matrix
-                    v: Tensor, # a unit vector among the layer's inputs
-                   ) -> Iterator[None]:
+def without_feature(
+    model: nn.Module, # changed inside the block, and put back after it
+    layer: str, # name of a matrix
+    v: Tensor, # a unit vector among the layer's inputs
+) -> Iterator[None]:
     "A layer that does not see one direction of its inputs."
     matrix = one_matrix(model, layer)
     W = matrix.of(matrix.param.detach())

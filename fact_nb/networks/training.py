@@ -9,7 +9,8 @@ __all__ = ['LossFn', 'Batches', 'cross_entropy', 'is_classes', 'correct', 'evalu
 # %% ../../nbs/networks/08_training.ipynb #d7f3dbfc
 import math
 from time import perf_counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,25 +57,32 @@ class Batches:
 LossFn = Callable[[Tensor, Tensor], Tensor] # (outputs, targets) → mean loss of a batch
 
 # %% ../../nbs/networks/08_training.ipynb #c64061a1
-def cross_entropy(out: Tensor, # n × c, or n × T × c
-                  y: Tensor, # n, or n × T
-                 ) -> Tensor: # the mean
+def cross_entropy(
+    out: Tensor, # n × c, or n × T × c
+    y: Tensor, # n, or n × T
+) -> Tensor: # the mean
     "Mean cross-entropy over samples and positions."
     return F.cross_entropy(out.flatten(0, -2), y.flatten())
 
 # %% ../../nbs/networks/08_training.ipynb #b93e49a7
-def is_classes(y: Tensor, # integer classes, one-hot rows, or numbers
-              ) -> bool: # true of the first two
+def is_classes(
+    y: Tensor, # integer classes, one-hot rows, or numbers
+) -> bool: # true of the first two
     "Do these targets name classes?"
-    if not y.is_floating_point(): return True
+    return not y.is_floating_point() or _is_one_hot(y)
+
+# %% ../../nbs/networks/08_training.ipynb #e634d33a
+def _is_one_hot(y: Tensor) -> bool:
+    "Has every row a single 1 and zeros beside it?"
     if y.ndim != 2 or y.shape[1] < 2: return False
     binary = ((y == 0) | (y == 1)).all()
     return bool(binary) and bool((y.sum(1) == 1).all())
 
 # %% ../../nbs/networks/08_training.ipynb #cca0b2b9
-def correct(out: Tensor, # scores; classes in the last dimension
-            y: Tensor, # classes, or one-hot rows
-           ) -> Tensor: # a scalar in [0, 1]
+def correct(
+    out: Tensor, # scores; classes in the last dimension
+    y: Tensor, # classes, or one-hot rows
+) -> Tensor: # a scalar in [0, 1]
     "The share of correct predictions."
     classes = y.argmax(-1) if y.is_floating_point() else y
     return (out.argmax(-1) == classes).float().mean()
@@ -84,23 +92,37 @@ def _correct_if(classes: bool, out: Tensor, y: Tensor) -> Tensor:
     "The share of correct predictions, or nan where targets are not classes."
     return correct(out, y) if classes else torch.tensor(math.nan)
 
+# %% ../../nbs/networks/08_training.ipynb #68f6ccb7
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    "Inside the block all modules are in eval mode."
+    modes = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for m, was in modes.items():
+            m.training = was
+
+# %% ../../nbs/networks/08_training.ipynb #a9dc1f3e
+def _loss_and_accuracy(out: Tensor, y: Tensor, loss_fn: LossFn, classes: bool) -> Tensor:
+    "Both numbers of one batch, in float64 on the host."
+    seen = [loss_fn(out, y), _correct_if(classes, out, y)]
+    return torch.stack([v.cpu().double() for v in seen])
+
 # %% ../../nbs/networks/08_training.ipynb #e597eb7f
 @torch.no_grad()
-def evaluate(model: nn.Module, # put in eval mode for the occasion
-             loss_fn: LossFn, # mean loss of a batch
-             data: Batches, # where to evaluate
-            ) -> dict[str, float]: # loss and accuracy; the latter nan unless targets are classes
+def evaluate(
+    model: nn.Module, # put in eval mode for the occasion
+    loss_fn: LossFn, # mean loss of a batch
+    data: Batches, # where to evaluate
+) -> dict[str, float]: # loss and accuracy; the latter nan unless targets are classes
     "Loss and accuracy over all of the data, in eval mode."
-    modes = {m: m.training for m in model.modules()}
     classes = is_classes(data.y)
-    model.eval()
     total = torch.zeros(2, dtype=torch.float64)
-    for x, y in data:
-        out = model(x)
-        seen = [loss_fn(out, y), _correct_if(classes, out, y)]
-        total += len(x) / len(data.X) * torch.stack([v.cpu().double() for v in seen])
-    for m, was in modes.items():
-        m.training = was
+    with _eval_mode(model):
+        for x, y in data:
+            total += len(x) / len(data.X) * _loss_and_accuracy(model(x), y, loss_fn, classes)
     return dict(zip(("loss", "accuracy"), total.tolist()))
 
 # %% ../../nbs/networks/08_training.ipynb #aed39ed9
@@ -140,23 +162,34 @@ _CHOICES = dict(
     optimizer=("sgd", "adam", "adamw"), stop=("never", "loss", "residual"))
 
 # %% ../../nbs/networks/08_training.ipynb #baaebbd0
-def check_recipe(r: Recipe, # of a training
-                ) -> None:
+def check_recipe(
+    r: Recipe, # of a training
+) -> None:
     "Raise for a recipe that cannot be followed."
-    for name, values in _CHOICES.items():
-        value = getattr(r, name)
-        if value in values: continue
-        raise ValueError(f"{name} must be one of {', '.join(values)}, not {value!r}")
+    _check_choices(r)
     for name, limits in _LIMITS.items():
         check_number(getattr(r, name), name, *limits)
     _check_together(r)
 
+# %% ../../nbs/networks/08_training.ipynb #58ae726b
+def _check_choices(r: Recipe) -> None:
+    "Raise for a word that is not among the choices."
+    for name, values in _CHOICES.items():
+        value = getattr(r, name)
+        if value in values: continue
+        raise ValueError(f"{name} must be one of {', '.join(values)}, not {value!r}")
+
 # %% ../../nbs/networks/08_training.ipynb #0b6c1a58
 def _check_together(r: Recipe) -> None:
-    "Raise for settings that are right one by one and impossible together."
+    "Raise for settings that exclude each other."
     if r.optimizer == "adamw" and r.polish_steps:
         raise ValueError("AdamW's stationary points are not SGD's: set polish_steps=0, or use adam")
-    if r.stop != "residual": return
+    if r.stop == "residual":
+        _check_residual(r)
+
+# %% ../../nbs/networks/08_training.ipynb #1133371f
+def _check_residual(r: Recipe) -> None:
+    "Raise where a run that stops by its residual would never see one."
     if not (r.residual_every or r.polish_steps):
         raise ValueError('stop="residual" needs residual_every or polish_steps')
     if not r.weight_decay:
@@ -198,18 +231,19 @@ class Training:
         return f"Training({where}, final: {self.final})"
 
 # %% ../../nbs/networks/08_training.ipynb #3d356896
-def train(model: nn.Module, # trained in place
-          loss_fn: LossFn, # mean loss of a batch, without the penalty
-          X: Tensor, # inputs, one per row: tensor, array, DataFrame
-          y: Tensor, # targets: classes, one-hot rows, or real outputs
-          recipe: Recipe = Recipe(), # epochs, learning rate, weight decay, …
-          callbacks: Sequence[Callable] = (), # called as callback(model, count)
-          test: tuple[Tensor, Tensor] | None = None, # held-out inputs and targets, for every epoch
-          checkpoint: str | Path | None = None, # where to write, and to continue from
-          resume: bool = True, # False: ignore a checkpoint that is there
-          save_every: float = 0., # write it when so many seconds have passed; 0: after every epoch
-          progress: bool = True, # show a bar
-         ) -> Training:
+def train(
+    model: nn.Module, # trained in place
+    loss_fn: LossFn, # mean loss of a batch, without the penalty
+    X: Tensor, # inputs, one per row: tensor, array, DataFrame
+    y: Tensor, # targets: classes, one-hot rows, or real outputs
+    recipe: Recipe = Recipe(), # epochs, learning rate, weight decay, …
+    callbacks: Sequence[Callable] = (), # called as callback(model, count)
+    test: tuple[Tensor, Tensor] | None = None, # held-out inputs and targets, for every epoch
+    checkpoint: str | Path | None = None, # where to write, and to continue from
+    resume: bool = True, # False: ignore a checkpoint that is there
+    save_every: float = 0., # write it when so many seconds have passed; 0: after every epoch
+    progress: bool = True, # show a bar
+) -> Training:
     "Train a model by the recipe, on its device; continues from `checkpoint` if there is one."
     _check_call(model, recipe, callbacks, test, checkpoint)
     order = torch.Generator().manual_seed(recipe.seed)
@@ -225,33 +259,48 @@ def train(model: nn.Module, # trained in place
     return run
 
 # %% ../../nbs/networks/08_training.ipynb #44ac6087
-def _check_call(model: object, recipe: object, callbacks: object, test: object,
-                checkpoint: str | Path | None) -> None:
+def _check_call(
+    model: object, recipe: object, callbacks: object, test: object, checkpoint: str | Path | None,
+) -> None:
     "Raise on arguments of `train` that cannot be meant."
-    kind = lambda x: type(x).__name__
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {kind(model)}")
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a Recipe, not {kind(recipe)}: "
-                        "write Recipe(epochs=…, lr=…)")
+    _check_model(model, recipe)
     if callable(callbacks): raise TypeError("callbacks must be a list: write callbacks=[…]")
     if test is not None and not (isinstance(test, (tuple, list)) and len(test) == 2):
-        raise TypeError(f"test must be a pair (inputs, targets), not {kind(test)}")
+        raise TypeError(f"test must be a pair (inputs, targets), not {type(test).__name__}")
     if checkpoint and Path(checkpoint).is_dir():
         raise ValueError(f"checkpoint {checkpoint} is a folder: give the name of a file in it")
 
-# %% ../../nbs/networks/08_training.ipynb #eff5f9de
-def _as_rows(A: object, name: str, model: nn.Module) -> Tensor:
-    "Inputs or targets as a tensor where the model is."
+# %% ../../nbs/networks/08_training.ipynb #f641900a
+def _check_model(model: object, recipe: object) -> None:
+    "Raise unless there is a model, and a recipe for it."
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a Recipe, not {type(recipe).__name__}: "
+                        "write Recipe(epochs=…, lr=…)")
+
+# %% ../../nbs/networks/08_training.ipynb #29140b0b
+def _like(model: nn.Module) -> Tensor:
+    "A parameter whose device and precision the data get."
     real = (p for p in model.parameters() if p.is_floating_point())
-    like = next(real, torch.zeros(()))
-    if isinstance(A, Tensor): return A.to(like.device)
+    return next(real, torch.zeros(()))
+
+# %% ../../nbs/networks/08_training.ipynb #c10ebec6
+def _as_tensor(A: object, name: str) -> Tensor:
+    "An array or a frame as a tensor."
     try:
-        rows = torch.as_tensor(unframed(A))
+        return torch.as_tensor(unframed(A))
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a tensor or an array with one row per sample, "
                         f"not {type(A).__name__}: for other data write the loop yourself, "
                         "and call a `Watch` in it") from None
+
+# %% ../../nbs/networks/08_training.ipynb #eff5f9de
+def _as_rows(A: object, name: str, model: nn.Module) -> Tensor:
+    "Data where the model is."
+    like = _like(model)
+    if isinstance(A, Tensor): return A.to(like.device)
+    rows = _as_tensor(A, name)
     return rows.to(like) if rows.is_floating_point() else rows.to(like.device, torch.int64)
 
 # %% ../../nbs/networks/08_training.ipynb #89258f32
@@ -265,36 +314,46 @@ def _held_out(test: tuple[object, object] | None, model: nn.Module) -> Batches |
     if test is None: return None
     return Batches(*_pair(*test, ("test[0]", "test[1]"), model), _MANY)
 
+# %% ../../nbs/networks/08_training.ipynb #5f01ce38
+def _add_parts(total: Sequence[Tensor], parts: Sequence[Tensor | None], share: float) -> None:
+    "Add a share of a batch's gradients; a parameter that the loss does not use has none."
+    for g, part in zip(total, parts):
+        if part is None: continue
+        g.add_(part, alpha=share)
+
 # %% ../../nbs/networks/08_training.ipynb #812a920d
-def full_gradient(f: Callable[[Tensor], Tensor], # the model as a function of a batch
-                  params: Sequence[Tensor], # what to differentiate by
-                  loss_fn: LossFn, # mean loss of a batch
-                  data: Batches, # all of it is used
-                 ) -> tuple[float, list[Tensor]]: # the loss, a gradient per parameter
+def full_gradient(
+    f: Callable[[Tensor], Tensor], # the model as a function of a batch
+    params: Sequence[Tensor], # what to differentiate by
+    loss_fn: LossFn, # mean loss of a batch
+    data: Batches, # all of it is used
+) -> tuple[float, list[Tensor]]: # the loss, a gradient per parameter
     "Mean loss over the data and its gradient, batch by batch; `.grad` is not touched."
     total, grads = 0., [torch.zeros_like(p) for p in params]
     for x, y in data:
         share = len(x) / len(data.X)
         loss = loss_fn(f(x), y)
-        parts = torch.autograd.grad(loss, params, allow_unused=True)
-        for g, part in zip(grads, parts):
-            if part is None: continue
-            g.add_(part, alpha=share)
+        _add_parts(grads, torch.autograd.grad(loss, params, allow_unused=True), share)
         total += share * loss.item()
     return total, grads
 
+# %% ../../nbs/networks/08_training.ipynb #feb5835a
+def _apart(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    "The model as a function that leaves its buffers alone: batch-norm writes to these."
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    return lambda x: functional_call(model, buffers, (x,))
+
 # %% ../../nbs/networks/08_training.ipynb #b7b818a8
-def residuals(model: nn.Module, # its mode, buffers, gradients and the random state stay as they are
-              loss_fn: LossFn, # mean loss of a batch
-              data: Batches, # the training data
-              weight_decay: float, # λ
-             ) -> dict[str, float]: # by layer
+def residuals(
+    model: nn.Module, # its mode, buffers, gradients and the random state stay as they are
+    loss_fn: LossFn, # mean loss of a batch
+    data: Batches, # the training data
+    weight_decay: float, # λ
+) -> dict[str, float]: # by layer
     "The stationarity residual of every weight matrix that is trained."
     Ws = _trained(model)
-    buffers = {n: b.clone() for n, b in model.named_buffers()}       # batch-norm writes to these
-    apart = lambda x: functional_call(model, buffers, (x,))
     with forked_random():
-        _, Gs = full_gradient(apart, [W.param for W in Ws], loss_fn, data)
+        _, Gs = full_gradient(_apart(model), [W.param for W in Ws], loss_fn, data)
     return {W.name: _residual(W, G, weight_decay) for W, G in zip(Ws, Gs)}
 
 # %% ../../nbs/networks/08_training.ipynb #6be0dcd6
@@ -308,35 +367,42 @@ def _residual(W: Matrix, G: Tensor, weight_decay: float) -> float:
     return residual(W.of(W.param.detach()), W.of(G), weight_decay)
 
 # %% ../../nbs/networks/08_training.ipynb #499c9f7f
-def stable_rank(W: Tensor, # d' × d
-               ) -> float: # 0 for a zero matrix, at most the rank
+def stable_rank(
+    W: Tensor, # d' × d
+) -> float: # 0 for a zero matrix, at most the rank
     "‖W‖_F² / ‖W‖₂²."
     N = W @ W.T if W.shape[0] <= W.shape[1] else W.T @ W
     largest = torch.linalg.eigvalsh(N)[-1] # ‖W‖₂², without an SVD
     return float(N.trace() / largest) if largest > 0 else 0.
 
 # %% ../../nbs/networks/08_training.ipynb #d542bbe3
-def stable_ranks(model: nn.Module, # any
-                ) -> dict[str, float]: # by layer
+def stable_ranks(
+    model: nn.Module, # any
+) -> dict[str, float]: # by layer
     "The stable rank of every weight matrix but the last."
     hidden = weight_matrices(model)[0][:-1]
     return {W.name: stable_rank(W.of(W.param.detach())) for W in hidden}
 
+# %% ../../nbs/networks/08_training.ipynb #4d52cc0a
+def _thin_layers(model: nn.Module, min_rank: float) -> list[str]: # what to say of each
+    "The hidden layers of a low stable rank."
+    low = {n: s for n, s in stable_ranks(model).items() if s < min_rank}
+    return [f"layer {n} has stable rank {s:.2f}, below {min_rank:g}" for n, s in low.items()]
+
 # %% ../../nbs/networks/08_training.ipynb #d6b44a3b
-def collapse(model: nn.Module, # after training
-             accuracy: float = math.nan, # on the training data; nan when there are no classes
-             min_accuracy: float = .99, # below this it has not learned its data
-             min_rank: float = 2., # below this a hidden layer is one direction
-            ) -> str: # why it counts as collapsed, or ""
+def collapse(
+    model: nn.Module, # after training
+    accuracy: float = math.nan, # on the training data; nan when there are no classes
+    min_accuracy: float = .99, # below this it has not learned its data
+    min_rank: float = 2., # below this a hidden layer is one direction
+) -> str: # why it counts as collapsed, or ""
     "Has the network collapsed? Then its correlations mean nothing."
     if accuracy < min_accuracy: return f"train accuracy {accuracy:.3f} is below {min_accuracy}"
-    low = {n: s for n, s in stable_ranks(model).items() if s < min_rank}
-    said = [f"layer {n} has stable rank {s:.2f}, below {min_rank:g}" for n, s in low.items()]
-    return "; ".join(said)
+    return "; ".join(_thin_layers(model, min_rank))
 
 # %% ../../nbs/networks/08_training.ipynb #dd017b9e
 def _run(s: Training, resume: bool) -> None:
-    "Start or continue, then go on until done."
+    "Start or continue, until done."
     _equip(s)
     if s.path:
         s.identity = _identity(s)
@@ -345,14 +411,15 @@ def _run(s: Training, resume: bool) -> None:
     while s.phase != "done":
         if _unit(s):
             _next_phase(s)
-        if s.path and _save_is_due(s):
-            _save(s, s.path)
-            s.saved = perf_counter()
+        _save_if_due(s)
 
-# %% ../../nbs/networks/08_training.ipynb #916e54d7
-def _save_is_due(s: Training) -> bool:
-    "Is it time for a checkpoint? The end of a run is always kept."
-    return s.phase == "done" or perf_counter() - s.saved >= s.save_every
+# %% ../../nbs/networks/08_training.ipynb #7e37087e
+def _save_if_due(s: Training) -> None:
+    "Write a checkpoint when it is time; the end of a run is always kept."
+    due = s.phase == "done" or perf_counter() - s.saved >= s.save_every
+    if not s.path or not due: return
+    _save(s, s.path)
+    s.saved = perf_counter()
 
 # %% ../../nbs/networks/08_training.ipynb #34bcb671
 def _start(s: Training) -> None:
@@ -363,25 +430,37 @@ def _start(s: Training) -> None:
         _next_phase(s)
 
 # %% ../../nbs/networks/08_training.ipynb #0a6f0ffd
-def lr_at(t: int, # steps taken
-          T: int, # steps in all
-          lr: float, # at the start
-          schedule: str, # "cosine" or "constant"
-         ) -> float:
+def lr_at(
+    t: int, # steps taken
+    T: int, # steps in all
+    lr: float, # at the start
+    schedule: str, # "cosine" or "constant"
+) -> float:
     "The learning rate of step t."
     if schedule == "constant": return lr
     return lr / 2 * (1 + math.cos(math.pi * t / T))
 
-# %% ../../nbs/networks/08_training.ipynb #d6a2992a
-def make_optimizer(model: nn.Module, # whose parameters are trained
-                   r: Recipe, # which optimizer, and its settings
-                   polish: bool = False, # that of the polish
-                  ) -> torch.optim.Optimizer:
-    "The optimizer of the recipe, over all parameters that are trained."
+# %% ../../nbs/networks/08_training.ipynb #2e026fbc
+def _to_train(model: nn.Module) -> list[nn.Parameter]:
+    "The parameters that are trained; there must be some."
     ps = [p for p in model.parameters() if p.requires_grad]
     if not ps: raise ValueError("the model has no parameters to train")
-    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in ps)
-    kw: dict[str, Any] = dict(weight_decay=r.weight_decay, fused=fused)
+    return ps
+
+# %% ../../nbs/networks/08_training.ipynb #6e65bba2
+def _is_fused(ps: Sequence[Tensor]) -> bool:
+    "Whether torch has a fused step for these."
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in ps)
+
+# %% ../../nbs/networks/08_training.ipynb #d6a2992a
+def make_optimizer(
+    model: nn.Module, # whose parameters are trained
+    r: Recipe, # which optimizer, and its settings
+    polish: bool = False, # that of the polish
+) -> torch.optim.Optimizer:
+    "The optimizer of the recipe, over all parameters that are trained."
+    ps = _to_train(model)
+    kw: dict[str, Any] = dict(weight_decay=r.weight_decay, fused=_is_fused(ps))
     if polish: return torch.optim.SGD(ps, lr=r.polish_lr, momentum=r.polish_momentum, **kw)
     if r.optimizer == "sgd": return torch.optim.SGD(ps, lr=r.lr, momentum=r.momentum, **kw)
     adam = torch.optim.Adam if r.optimizer == "adam" else torch.optim.AdamW
@@ -402,7 +481,7 @@ def _callbacks(s: Training, unit: str) -> list[Callable]:
 
 # %% ../../nbs/networks/08_training.ipynb #f190853e
 def _update(s: Training, lr: float) -> None:
-    "One optimizer step with this learning rate; per-step callbacks follow."
+    "One optimizer step; per-step callbacks follow."
     for group in s.optimizer.param_groups:
         group["lr"] = lr
     s.optimizer.step()
@@ -426,10 +505,13 @@ def _epoch(s: Training) -> dict[str, float]:
         _update(s, lr)
         if len(losses) % 100 == 0:
             _finite(s, losses[-100:], s.step - 100)
-    share = torch.tensor(shares, dtype=torch.float64)
-    mean_loss = float(_finite(s, losses, first) @ share)
-    accuracy = float(torch.stack(right).cpu().double() @ share)
-    return dict(lr=lr, loss=mean_loss, accuracy=accuracy)
+    accuracy = _over_batches(torch.stack(right).cpu().double(), shares)
+    return dict(lr=lr, loss=_over_batches(_finite(s, losses, first), shares), accuracy=accuracy)
+
+# %% ../../nbs/networks/08_training.ipynb #f8183118
+def _over_batches(values: Tensor, shares: Sequence[float]) -> float:
+    "The mean over batches, of which the last may be smaller."
+    return float(values @ torch.tensor(shares, dtype=torch.float64))
 
 # %% ../../nbs/networks/08_training.ipynb #d34a85d1
 def _differentiate(s: Training, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: # loss, outputs
@@ -441,37 +523,46 @@ def _differentiate(s: Training, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: 
     return loss.detach(), out.detach()
 
 # %% ../../nbs/networks/08_training.ipynb #22d815f4
-def _finite(s: Training, losses: Sequence[Tensor], step: int) -> Tensor:
-    "The losses of consecutive steps from `step` on, as one tensor; raises if one is nan or inf."
-    L = torch.stack(list(losses)).cpu().double()
-    good = torch.isfinite(L)
-    if not good.all():
-        _diverged(s, step + int((~good).int().argmax()), "the loss")
+def _finite(s: Training, losses: list[Tensor], step: int) -> Tensor:
+    "The losses from `step` on; raises if one is nan or inf."
+    L = torch.stack(losses).cpu().double()
+    bad = ~torch.isfinite(L)
+    if bad.any():
+        _diverged(s, step + int(bad.int().argmax()), "the loss")
     return L
 
 # %% ../../nbs/networks/08_training.ipynb #b1ef6ef8
 def _diverged(s: Training, step: int, what: str) -> NoReturn:
-    "Stop the run and say where the last good state is."
-    kept = "no checkpoint was written"
-    if s.path and s.path.exists():
-        kept = f"the last good checkpoint is {s.path}"
-    where = f"at step {step} (epoch {s.epoch + 1}, phase {s.phase})"
-    raise FloatingPointError(f"{what} is nan or inf {where}: lower the learning rate, "
-                             f"or look at the data; {kept}")
+    "Stop the run."
+    at = f"at step {step} (epoch {s.epoch + 1}, phase {s.phase})"
+    raise FloatingPointError(f"{what} is nan or inf {at}: lower the learning rate, "
+                             f"or look at the data; {_last_good(s)}")
+
+# %% ../../nbs/networks/08_training.ipynb #3876166e
+def _last_good(s: Training) -> str:
+    "Where the last good state is."
+    if s.path and s.path.exists(): return f"the last good checkpoint is {s.path}"
+    return "no checkpoint was written"
+
+# %% ../../nbs/networks/08_training.ipynb #84c70f56
+def _full_batch(s: Training, data: Batches) -> tuple[float, dict[Tensor, Tensor]]:
+    "Loss and gradients of all of the data; the gradients go into `.grad` as well."
+    ps = _to_train(s.model)
+    loss, grads = full_gradient(s.model, ps, s.loss_fn, data)
+    if not math.isfinite(loss):
+        _diverged(s, s.step, "the loss")
+    for p, g in zip(ps, grads):
+        p.grad = g
+    return loss, dict(zip(ps, grads))
 
 # %% ../../nbs/networks/08_training.ipynb #fd1d42c4
 def _polish(s: Training) -> dict[str, float]:
     "Up to `polish_unit` full-batch steps; the row has the residual of the last gradient."
     r, data = s.recipe, _in_order(s)
-    ps = [p for p in s.model.parameters() if p.requires_grad]
     for left in reversed(range(min(r.polish_unit, r.polish_steps - s.polished))):
-        loss, grads = full_gradient(s.model, ps, s.loss_fn, data)
-        if not math.isfinite(loss):
-            _diverged(s, s.step, "the loss")
-        for p, g in zip(ps, grads):
-            p.grad = g
+        loss, gradients = _full_batch(s, data)
         if left == 0:
-            worst = _worst_residual(s, dict(zip(ps, grads)))
+            worst = _worst_residual(s, gradients)
         lr = lr_at(s.polished, r.polish_steps, r.polish_lr, r.polish_schedule)
         _update(s, lr)
         s.polished += 1
@@ -485,15 +576,18 @@ def _in_order(s: Training) -> Batches:
     "The training data in order, in large batches."
     return Batches(s.data.X, s.data.y, _MANY)
 
-# %% ../../nbs/networks/08_training.ipynb #d7084798
-def _worst_residual(s: Training, gradients: dict[Tensor, Tensor] | None = None) -> float:
-    "The largest residual over the layers, of these gradients or of fresh ones; nan without decay."
+# %% ../../nbs/networks/08_training.ipynb #2bd79622
+def _every_residual(s: Training, gradients: Mapping[Tensor, Tensor] | None) -> Iterable[float]:
+    "One a layer, of these gradients or of fresh ones."
     lam = s.recipe.weight_decay
-    if not lam: return math.nan
-    if gradients is None:
-        return max(residuals(s.model, s.loss_fn, _in_order(s), lam).values(), default=math.nan)
-    seen = [_residual(W, gradients[W.param], lam) for W in _trained(s.model)]
-    return max(seen, default=math.nan)
+    if gradients is None: return residuals(s.model, s.loss_fn, _in_order(s), lam).values()
+    return [_residual(W, gradients[W.param], lam) for W in _trained(s.model)]
+
+# %% ../../nbs/networks/08_training.ipynb #d7084798
+def _worst_residual(s: Training, gradients: Mapping[Tensor, Tensor] | None = None) -> float:
+    "The largest residual over the layers; nan without decay."
+    if not s.recipe.weight_decay: return math.nan
+    return max(_every_residual(s, gradients), default=math.nan)
 
 # %% ../../nbs/networks/08_training.ipynb #dbe7eae9
 def _unit(s: Training) -> bool: # is the phase over?
@@ -503,12 +597,17 @@ def _unit(s: Training) -> bool: # is the phase over?
         _diverged(s, s.step, "a weight")
     s.epoch += 1
     row |= _residual_if_due(s) | _on_test(s)
-    s.rows.append(dict(epoch=s.epoch, step=s.step, phase=s.phase) | row)
-    shown = dict(loss=f"{row['loss']:.2g}", accuracy=f"{row['accuracy']:.3f}")
-    s.bar.set_postfix(phase=s.phase, **shown)
+    _record(s, row)
     converged = _converged(s, row)
     said = [cb(s.model, s.epoch) is True for cb in _callbacks(s, "epoch")]
     return converged or any(said) or _spent(s)
+
+# %% ../../nbs/networks/08_training.ipynb #f5637295
+def _record(s: Training, row: dict[str, float]) -> None:
+    "Add a row to the history, and show it."
+    s.rows.append(dict(epoch=s.epoch, step=s.step, phase=s.phase) | row)
+    shown = dict(loss=f"{row['loss']:.2g}", accuracy=f"{row['accuracy']:.3f}")
+    s.bar.set_postfix(phase=s.phase, **shown)
 
 # %% ../../nbs/networks/08_training.ipynb #5e4ab046
 def _residual_if_due(s: Training) -> dict[str, float]:
@@ -523,17 +622,22 @@ def _on_test(s: Training) -> dict[str, float]:
     if s.test is None: return {}
     return {f"test_{k}": v for k, v in evaluate(s.model, s.loss_fn, s.test).items()}
 
+# %% ../../nbs/networks/08_training.ipynb #f946f535
+def _met(s: Training, row: dict[str, float]) -> dict[str, bool]:
+    "What a unit has met."
+    by_loss = s.phase == "sgd" and row["loss"] <= s.recipe.loss_target
+    residual = row.get("residual", math.inf)
+    return dict(never=False, loss=by_loss, residual=residual <= s.recipe.residual_target)
+
 # %% ../../nbs/networks/08_training.ipynb #f861480e
 def _converged(s: Training, row: dict[str, float]) -> bool: # does the recipe stop for it?
-    "Date the criteria that the last unit has met for the first time."
-    r = s.recipe
-    by_loss = s.phase == "sgd" and row["loss"] <= r.loss_target
-    by_residual = row.get("residual", math.inf) <= r.residual_target
-    if by_loss and s.loss_epoch is None:
+    "Date the criteria that are met for the first time."
+    met = _met(s, row)
+    if met["loss"] and s.loss_epoch is None:
         s.loss_epoch = s.epoch
-    if by_residual and s.residual_epoch is None:
+    if met["residual"] and s.residual_epoch is None:
         s.residual_epoch = s.epoch
-    return dict(never=False, loss=by_loss, residual=by_residual)[r.stop]
+    return met[s.recipe.stop]
 
 # %% ../../nbs/networks/08_training.ipynb #b56e29a2
 def _spent(s: Training) -> bool:
@@ -553,7 +657,7 @@ def _next_phase(s: Training) -> None:
 
 # %% ../../nbs/networks/08_training.ipynb #f8af936c
 def _final(s: Training) -> dict[str, Any]:
-    "Loss, accuracy, residual and collapse at the end, over all of the data."
+    "Loss, accuracy, residual and collapse at the end."
     out: dict[str, Any] = evaluate(s.model, s.loss_fn, _in_order(s)) | _on_test(s)
     out["residual"] = _worst_residual(s)
     out["collapse"] = collapse(s.model, out["accuracy"])
@@ -562,16 +666,20 @@ def _final(s: Training) -> dict[str, Any]:
 # %% ../../nbs/networks/08_training.ipynb #bd7a312c
 _COUNTERS = ("phase", "epoch", "step", "polished", "loss_epoch", "residual_epoch", "rows", "final")
 
+# %% ../../nbs/networks/08_training.ipynb #bc382222
+def _chance(s: Training) -> dict[str, Any]:
+    "The order of samples and the global random numbers, as they stand."
+    where = s.data.X.device
+    return dict(order=_order(s).get_state(), rng=torch.get_rng_state(),
+                device=where.type, device_rng=random_state(where))
+
 # %% ../../nbs/networks/08_training.ipynb #616f4c36
 def _save(s: Training, path: Path) -> None:
     "Write the whole state of the run."
     counters = {k: getattr(s, k) for k in _COUNTERS}
     parts = dict(model=s.model.state_dict(), optimizer=s.optimizer.state_dict())
-    where = s.data.X.device
-    chance = dict(order=_order(s).get_state(), rng=torch.get_rng_state(),
-                  device=where.type, device_rng=random_state(where))
     callbacks = [cb.state_dict() if hasattr(cb, "state_dict") else None for cb in s.callbacks]
-    save_state(path, counters | parts | chance | dict(callbacks=callbacks), s.identity)
+    save_state(path, counters | parts | _chance(s) | dict(callbacks=callbacks), s.identity)
 
 # %% ../../nbs/networks/08_training.ipynb #43656121
 def _order(s: Training) -> torch.Generator:
@@ -579,14 +687,22 @@ def _order(s: Training) -> torch.Generator:
     assert s.data.order is not None         # `train` makes one for every run
     return s.data.order
 
+# %% ../../nbs/networks/08_training.ipynb #06aae6fe
+def _settings(r: Recipe) -> dict[str, Any]:
+    "A recipe in which lr=1 and lr=1. are the same."
+    return {k: v if isinstance(v, str) else float(v) for k, v in asdict(r).items()}
+
+# %% ../../nbs/networks/08_training.ipynb #75ff4cae
+def _shapes(model: nn.Module) -> dict[str, list[int]]:
+    "The shape of every weight and buffer, by name."
+    return {name: list(p.shape) for name, p in model.state_dict().items()}
+
 # %% ../../nbs/networks/08_training.ipynb #7736f152
-def _identity(s: Training) -> dict[str, Any]: # name → what must be the same
+def _identity(s: Training) -> dict[str, Any]:
     "What a checkpoint must agree with to be continued."
-    settings = {k: v if isinstance(v, str) else float(v)        # lr=1 and lr=1. are the same
-                for k, v in asdict(s.recipe).items()}
-    shapes = {name: list(p.shape) for name, p in s.model.state_dict().items()}
-    return settings | dict(data=fingerprint([s.data.X, s.data.y]), loss=s.loss_fn,
-                           shapes=shapes, callbacks=len(s.callbacks))
+    data = fingerprint([s.data.X, s.data.y])
+    return _settings(s.recipe) | dict(data=data, loss=s.loss_fn, shapes=_shapes(s.model),
+                                      callbacks=len(s.callbacks))
 
 # %% ../../nbs/networks/08_training.ipynb #24894835
 def _checkpoint(s: Training, path: Path) -> dict[str, Any] | None: # None when there is no file
@@ -602,9 +718,18 @@ def _checkpoint(s: Training, path: Path) -> dict[str, Any] | None: # None when t
 
 # %% ../../nbs/networks/08_training.ipynb #f421b824
 def _continued(s: Training) -> bool: # False when there is nothing to continue
-    "Continue from the checkpoint: everything as it was when it was written."
+    "Continue from the checkpoint."
     state = _checkpoint(s, s.path) if s.path else None
     if state is None: return False
+    _restore_parts(s, state)
+    _restore_chance(s, state)
+    _restore_callbacks(s, state["callbacks"])
+    s.bar.update(s.step)
+    return True
+
+# %% ../../nbs/networks/08_training.ipynb #42262dbe
+def _restore_parts(s: Training, state: dict[str, Any]) -> None:
+    "Where the run stood, its weights and its momenta."
     for k in _COUNTERS:
         setattr(s, k, state[k])
     if s.phase == "polish":
@@ -612,10 +737,6 @@ def _continued(s: Training) -> bool: # False when there is nothing to continue
     s.model.load_state_dict(state["model"])
     if s.phase != "done":
         s.optimizer.load_state_dict(state["optimizer"])
-    _restore_chance(s, state)
-    _restore_callbacks(s, state["callbacks"])
-    s.bar.update(s.step)
-    return True
 
 # %% ../../nbs/networks/08_training.ipynb #38136e91
 def _restore_chance(s: Training, state: dict[str, Any]) -> None:

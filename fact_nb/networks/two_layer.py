@@ -19,9 +19,10 @@ from .critical_points import Critical, critical_point
 # %% ../../nbs/networks/14_two_layer.ipynb #1a606da5
 _Vector = TypeVar("_Vector", Tensor, np.ndarray)
 
-def two_layer_weights(theta: _Vector, # (a, W) as one vector of 5·width numbers
-                     ) -> tuple[_Vector, _Vector]: # a (width), W (width × 4)
-    "The outer weights and the first layer, cut from the flat vector."
+def two_layer_weights(
+    theta: _Vector, # (a, W) as one vector of 5·width numbers
+) -> tuple[_Vector, _Vector]: # a (width), W (width × 4)
+    "Both layers, cut from one vector."
     m = len(theta) // 5
     return theta[:m], theta[m:].reshape(m, 4)
 
@@ -33,19 +34,21 @@ class TwoLayerForward(NamedTuple):
     W: Tensor # width × 4
 
 # %% ../../nbs/networks/14_two_layer.ipynb #a945abb6
-def two_layer_forward(theta: Tensor, # flat, 5·width
-                      X: Tensor, # n × 4
-                     ) -> TwoLayerForward:
-    "The quadratic network, its input gradient 2 Σ aᵢ(wᵢᵀx)wᵢ, and its first layer."
+def two_layer_forward(
+    theta: Tensor, # flat, 5·width
+    X: Tensor, # n × 4
+) -> TwoLayerForward:
+    "f, its gradient 2 Σ aᵢ(wᵢᵀx)wᵢ in x, and W."
     a, W = two_layer_weights(theta)
     Z = X @ W.T # n × width
     return TwoLayerForward(Z.square() @ a, 2 * (Z * a) @ W, W)
 
 # %% ../../nbs/networks/14_two_layer.ipynb #da0ac790
-def two_layer_loss(data: Mixture, # X, y, w
-                   lam: float, # λ
-                   scale: float = 1., # the loss is divided by this
-                  ) -> Callable[[Tensor], Tensor]:
+def two_layer_loss(
+    data: Mixture, # X, y, w
+    lam: float, # λ
+    scale: float = 1., # the loss is divided by this
+) -> Callable[[Tensor], Tensor]:
     "𝓛_λ as a function of the flat parameter vector."
     def loss(theta: Tensor) -> Tensor:
         error = two_layer_forward(theta, data.X).f - data.y
@@ -53,10 +56,11 @@ def two_layer_loss(data: Mixture, # X, y, w
     return loss
 
 # %% ../../nbs/networks/14_two_layer.ipynb #5a2f3277
-def two_layer_matrices(theta: Tensor, # flat, 5·width
-                       data: Mixture, # X, y, w
-                       lam: float, # λ
-                      ) -> dict[str, Tensor]: # NFM, FACT, AGOP, eNFA: each 4 × 4
+def two_layer_matrices(
+    theta: Tensor, # flat, 5·width
+    data: Mixture, # X, y, w
+    lam: float, # λ
+) -> dict[str, Tensor]: # NFM, FACT, AGOP, eNFA: each 4 × 4
     "WᵀW, FACT, AGOP and eNFA of the first layer."
     X, y, w = data
     f, df, W = two_layer_forward(theta, X)
@@ -74,31 +78,36 @@ def _stages(ratio: float) -> list[float]:
         c /= 10
     return [*stages, ratio]
 
+# %% ../../nbs/networks/14_two_layer.ipynb #dd5fea4e
+def _noise(size: float, width: int, random: torch.Generator) -> Tensor:
+    "A random vector of parameters."
+    return size * torch.randn(5 * width, dtype=torch.float64, generator=random)
+
 # %% ../../nbs/networks/14_two_layer.ipynb #ad172e58
-def two_layer_critical_point(p: float, # weight of the uniform part of the data
-                             tau: float, # coefficient of x₁x₂
-                             lam: float, # λ
-                             width: int = 10, # neurons
-                             seed: int = 0, # of the random start
-                            ) -> Critical:
+def two_layer_critical_point(
+    p: float, # weight of the uniform part of the data
+    tau: float, # coefficient of x₁x₂
+    lam: float, # λ
+    width: int = 10, # neurons
+    seed: int = 0, # of the random start
+) -> Critical:
     "One critical point of 𝓛_λ, from one random start."
-    data = mixture(p, tau)
-    rng = torch.Generator().manual_seed(seed)
-    noise = lambda size: size * torch.randn(5 * width, dtype=torch.float64, generator=rng)
-    theta = noise(.5)
+    data, random = mixture(p, tau), torch.Generator().manual_seed(seed)
+    theta = _noise(.5, width, random)
     for c in _stages(lam / p):
         loss = two_layer_loss(data, c * p, scale=c * p)
         found = critical_point(loss, theta, iters=3000, gtol=1e-10, newton=30)
-        theta = found.theta + noise(.03 if c >= 1e-3 else 0.)
+        theta = found.theta + _noise(.03 if c >= 1e-3 else 0., width, random)
     return found
 
 # %% ../../nbs/networks/14_two_layer.ipynb #cdba400d
-def two_layer_gradient(theta: np.ndarray, # flat, 5·width
-                       X: np.ndarray, # n × 4
-                       y: np.ndarray, # n
-                       w: np.ndarray, # n, the weight of each point
-                       lam: float, # λ
-                      ) -> np.ndarray: # flat, 5·width
+def two_layer_gradient(
+    theta: np.ndarray, # flat, 5·width
+    X: np.ndarray, # n × 4
+    y: np.ndarray, # n
+    w: np.ndarray, # n, the weight of each point
+    lam: float, # λ
+) -> np.ndarray: # flat, 5·width
     "∇𝓛_λ by hand: the chain rule for f = Σ aᵢ(wᵢᵀx)²."
     a, W = two_layer_weights(theta)
     Z = X @ W.T # n × width
@@ -108,14 +117,20 @@ def two_layer_gradient(theta: np.ndarray, # flat, 5·width
     d_W = 2 * a[:, None] * ((e[:, None] * Z).T @ X)
     return np.concatenate([d_a, d_W.ravel()]) + lam * theta
 
+# %% ../../nbs/networks/14_two_layer.ipynb #c8c441b1
+def _adam_move(m: np.ndarray, v: np.ndarray, t: int, lr: float) -> np.ndarray:
+    "What step t subtracts, from the running means of the gradient and of its square."
+    return lr / (1 - .9**t) * m / (np.sqrt(v / (1 - .999**t)) + 1e-8)
+
 # %% ../../nbs/networks/14_two_layer.ipynb #b90b6d09
-def two_layer_adam(data: Mixture, # X, y, w
-                   lam: float, # λ, as L2 decay
-                   theta: np.ndarray, # where to start
-                   lr: float, # learning rate
-                   marks: Sequence[int], # steps to remember; the last one ends the run
-                   bar: Callable[[range], Iterable[int]] = iter, # wraps the steps
-                  ) -> dict[int, np.ndarray]: # step -> parameters
+def two_layer_adam(
+    data: Mixture, # X, y, w
+    lam: float, # λ, as L2 decay
+    theta: np.ndarray, # where to start
+    lr: float, # learning rate
+    marks: Sequence[int], # steps to remember; the last one ends the run
+    bar: Callable[[range], Iterable[int]] = iter, # wraps the steps
+) -> dict[int, np.ndarray]: # step -> parameters
     "Adam on the population loss; the parameters at each step in `marks`."
     X, y, w = (t.numpy() for t in data)
     m, v = np.zeros_like(theta), np.zeros_like(theta)
@@ -124,7 +139,7 @@ def two_layer_adam(data: Mixture, # X, y, w
         g = two_layer_gradient(theta, X, y, w, lam)
         m = .9 * m + .1 * g
         v = .999 * v + .001 * g * g
-        theta = theta - lr / (1 - .9**t) * m / (np.sqrt(v / (1 - .999**t)) + 1e-8)
+        theta = theta - _adam_move(m, v, t, lr)
         if t in marks:
             seen[t] = theta
     return seen

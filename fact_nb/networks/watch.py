@@ -25,18 +25,20 @@ from .quantities import QUANTITIES, Side, columns, compared, target, wanted
 from .report import SIMILARITY, Report
 
 # %% ../../nbs/networks/10_watch.ipynb #86e56518
-def is_due(count: int, # steps or epochs so far
-           every: int | Collection[int], # a period, or the counts themselves
-          ) -> bool:
+def is_due(
+    count: int, # steps or epochs so far
+    every: int | Collection[int], # a period, or the counts themselves
+) -> bool:
     "Is it time to look?"
     return count in every if isinstance(every, Collection) else count % every == 0
 
 # %% ../../nbs/networks/10_watch.ipynb #b20a2389
-def tidy(rep: Report, # what was measured
-         similarity: str = "pearson", # or "cosine"
-         symmetrise: bool = True, # also the forms that need a decomposition
-         power: float = .5, # exponent of AGOP
-        ) -> list[dict]: # layer, quantity, similarity, value
+def tidy(
+    rep: Report, # what was measured
+    similarity: str = "pearson", # or "cosine"
+    symmetrise: bool = True, # also the forms that need a decomposition
+    power: float = .5, # exponent of AGOP
+) -> list[dict]: # layer, quantity, similarity, value
     "The numbers of a report, one row each."
     known = columns(power)
     kind = lambda column: "relative error" if known[column].error else similarity
@@ -44,12 +46,17 @@ def tidy(rep: Report, # what was measured
     return [dict(layer=layer, quantity=column, similarity=kind(column), value=float(v))
             for layer, row in frame.iterrows() for column, v in row.items() if not math.isnan(v)]
 
+# %% ../../nbs/networks/10_watch.ipynb #6515a44f
+def _usual() -> list[str]:
+    "The quantities that are watched by default."
+    return [q.name for q in compared(Side.RIGHT) if q.usual]
+
 # %% ../../nbs/networks/10_watch.ipynb #d7268bee
-def with_targets(quantities: Sequence[str] | None = None, # names, or all of the input side
-                ) -> tuple[str, ...]:
+def with_targets(
+    quantities: Sequence[str] | None = None, # names, or all of the input side
+) -> tuple[str, ...]:
     "The quantities, and the NFM of each side on which there is one."
-    names = wanted([q.name for q in compared(Side.RIGHT) if q.usual] if quantities is None
-                   else quantities)
+    names = wanted(_usual() if quantities is None else quantities)
     found = [QUANTITIES[q] for q in names]
     targets = {target(q.side, q.change).name for q in found}
     return tuple(dict.fromkeys((*names, *sorted(targets))))
@@ -66,9 +73,10 @@ class _History:
         names = [self.unit, "layer", "quantity", "similarity", "value"]
         return pd.DataFrame(self.rows, columns=names)
 
-    def plot(self,
-             **kw: Any, # layers, quantities, similarity, columns: see `plot_history`
-            ) -> Figure:
+    def plot(
+        self,
+        **kw: Any, # layers, quantities, similarity, columns: see `plot_history`
+    ) -> Figure:
         "Similarity with WᵀW over training, one panel per layer."
         return plot_history(self.history, **kw)
 
@@ -76,9 +84,10 @@ class _History:
         "The history, for a checkpoint."
         return self.history.to_dict("list")
 
-    def load_state_dict(self,
-                        state: dict, # what `state_dict` returned
-                       ) -> None:
+    def load_state_dict(
+        self,
+        state: dict, # what `state_dict` returned
+    ) -> None:
         "Continue a history."
         if set(state) != set(self.history):
             raise ValueError(f"this is not the state of a Watch with unit={self.unit!r}: "
@@ -111,55 +120,68 @@ class Watch(_History):
         self.options = options | dict(quantities=with_targets(quantities))
         self.rows: list[dict] = []
         _check_times(self)
+        _check_loader(self)
         _check_names(self)
+        _check_measured(self.options)
 
-    def __call__(self,
-                 model: nn.Module, # left exactly as it is
-                 count: int, # steps or epochs so far
-                 force: bool = False, # look even if it is not time
-                ) -> Report | None: # None when it was not time
+    def __call__(
+        self,
+        model: nn.Module, # left exactly as it is
+        count: int, # steps or epochs so far
+        force: bool = False, # look even if it is not time
+    ) -> Report | None: # None when it was not time
         "Measure now if it is time."
         return _look_at(self, model, count, force)
 
 # %% ../../nbs/networks/10_watch.ipynb #db06dede
 def _check_times(w: Watch) -> None:
-    "Raise on times that cannot be meant, and on data that can be read only once."
+    "Raise on times that cannot be meant."
     if w.unit not in ("epoch", "step"):
         raise ValueError(f'unit must be "epoch" or "step", not {w.unit!r}')
     if isinstance(w.every, str) or not isinstance(w.every, Collection):
         check_number(w.every, "every", low=1, whole=True,
                      advice="it is a period, or a list of the counts")
-    if hasattr(w.loader, "__next__"):
-        raise ValueError("the loader can be read only once: pass a list of batches, Batches "
-                         "or a DataLoader, not a generator")
+
+# %% ../../nbs/networks/10_watch.ipynb #e63792f6
+def _check_loader(w: Watch) -> None:
+    "Raise on data that would be gone after the first look."
+    if not hasattr(w.loader, "__next__"): return
+    raise ValueError("the loader can be read only once: pass a list of batches, Batches "
+                     "or a DataLoader, not a generator")
 
 # %% ../../nbs/networks/10_watch.ipynb #b592d81d
 def _check_names(w: Watch) -> None:
-    "Raise on a power, a similarity or an option that does not exist."
+    "Raise on a power or a similarity that does not exist."
     check_number(w.power, "power", above=0)
     for s in w.similarity:
-        if s not in SIMILARITY:
-            raise ValueError(f'similarity must be "pearson" or "cosine", not {s!r}')
+        if s in SIMILARITY: continue
+        raise ValueError(f'similarity must be "pearson" or "cosine", not {s!r}')
+
+# %% ../../nbs/networks/10_watch.ipynb #70ae7f7c
+def _check_measured(options: Collection[str]) -> None:
+    "Raise on an option that `measure` does not have."
     own = {"model", "loss_fn", "loader", "weight_decay"}
     known = set(inspect.signature(measure).parameters) - own
-    wrong = sorted(set(w.options) - known)
-    if wrong:
-        raise TypeError(f"`measure` has no option {wrong[0]!r}: it has {', '.join(sorted(known))}")
+    wrong = sorted(set(options) - known)
+    if not wrong: return
+    raise TypeError(f"`measure` has no option {wrong[0]!r}: it has {', '.join(sorted(known))}")
 
-# %% ../../nbs/networks/10_watch.ipynb #9f79dc38
-def _look_at(w: Watch, # whose history grows
-             model: nn.Module, # left exactly as it is
-             count: int, # steps or epochs so far
-             force: bool = False, # look even if it is not time
-            ) -> Report | None: # None when it was not time
-    "Measure now if it is time; called by `Watch`."
-    if not (force or is_due(count, w.every)): return None
-    rep = measure(model, w.loss_fn, w.loader, w.weight_decay, **w.options)
+# %% ../../nbs/networks/10_watch.ipynb #9881f387
+def _seen(w: Watch, rep: Report, count: int) -> list[dict]:
+    "The rows of one look."
     new = {}
     for s in w.similarity:
         for row in tidy(rep, s, w.symmetrise, w.power):
             new[row["layer"], row["quantity"], row["similarity"]] = {w.unit: count} | row
-    w.rows = [row for row in w.rows if row[w.unit] != count] + list(new.values())
+    return list(new.values())
+
+# %% ../../nbs/networks/10_watch.ipynb #9f79dc38
+def _look_at(w: Watch, model: nn.Module, count: int, force: bool) -> Report | None:
+    "Measure now if it is time; called by `Watch`."
+    if not (force or is_due(count, w.every)): return None
+    rep = measure(model, w.loss_fn, w.loader, w.weight_decay, **w.options)
+    others = [row for row in w.rows if row[w.unit] != count]
+    w.rows = others + _seen(w, rep, count)
     return rep
 
 # %% ../../nbs/networks/10_watch.ipynb #7b07cffa
@@ -170,10 +192,7 @@ def _look_of(column: str) -> dict[str, Any]:
     return look(kind if kind in COLOURS else "other")
 
 # %% ../../nbs/networks/10_watch.ipynb #0c9d98fd
-def _panel(ax: Axes, # where to draw
-           h: pd.DataFrame, # history of one layer, one kind of similarity
-           quantities: Iterable[str], # lines
-          ) -> None:
+def _panel(ax: Axes, h: pd.DataFrame, quantities: Iterable[str]) -> None:
     "The lines of one layer."
     unit = h.columns[0]
     for q in quantities:
@@ -182,15 +201,20 @@ def _panel(ax: Axes, # where to draw
             ax.plot(line[unit], line.value, label=q, **_look_of(q))
     ax.set(xlabel=unit)
 
+# %% ../../nbs/networks/10_watch.ipynb #5783777d
+def _there(h: pd.DataFrame) -> list[str]:
+    "The layers of a history."
+    if not h.empty: return list(dict.fromkeys(h.layer))
+    raise ValueError("nothing has been measured yet: call watch(model, count) first")
+
 # %% ../../nbs/networks/10_watch.ipynb #370fcff6
 def _chosen(h: pd.DataFrame, layers: Sequence[str] | None) -> list[str]:
-    "The layers to draw: those that were named, else all."
-    if h.empty:
-        raise ValueError("nothing has been measured yet: call watch(model, count) first")
-    there = list(dict.fromkeys(h.layer))
-    unknown = [name for name in layers or () if name not in there]
+    "The layers to draw."
+    there = _there(h)
+    if layers is None: return there
+    unknown = [name for name in layers if name not in there]
     if unknown: raise ValueError(f"no layer {unknown[0]!r} in the history; there are {there}")
-    return there if layers is None else list(layers)
+    return list(layers)
 
 # %% ../../nbs/networks/10_watch.ipynb #2ea45d00
 def _tidy_panels(axes: list[Axes], drawn: int, columns: int) -> None:
@@ -200,26 +224,37 @@ def _tidy_panels(axes: list[Axes], drawn: int, columns: int) -> None:
     for ax in axes[drawn - columns:drawn]:
         ax.tick_params(labelbottom=True)
 
+# %% ../../nbs/networks/10_watch.ipynb #acf823ff
+def _usual_kind(h: pd.DataFrame) -> str:
+    "The first similarity of a history; the relative error when there is no other."
+    kinds = [s for s in h.similarity if s != "relative error"]
+    return kinds[0] if kinds else "relative error"
+
+# %% ../../nbs/networks/10_watch.ipynb #3b767b34
+def _panels(layers: int, columns: int) -> tuple[Figure, list[Axes]]:
+    "A figure with a panel for each layer, and perhaps some more."
+    rows = -(-layers // columns)
+    fig, grid = plt.subplots(rows, columns, sharex=True, sharey=True, squeeze=False,
+                             figsize=(WIDTH, 2.4 * rows))
+    return fig, list(grid.flat)
+
 # %% ../../nbs/networks/10_watch.ipynb #5952169e
-def plot_history(h: pd.DataFrame, # history of a Watch
-                 layers: Sequence[str] | None = None, # panels; all layers by default
-                 # lines, by label; by default what the registry follows on the input side
-                 quantities: Sequence[str] | None = None,
-                 similarity: str | None = None, # which kind, when there are several
-                 columns: int = 3, # panels side by side
-                ) -> Figure:
+def plot_history(
+    h: pd.DataFrame, # history of a Watch
+    layers: Sequence[str] | None = None, # panels; all layers by default
+    # lines, by label; by default what the registry follows on the input side
+    quantities: Sequence[str] | None = None,
+    similarity: str | None = None, # which kind, when there are several
+    columns: int = 3, # panels side by side
+) -> Figure:
     "Similarity with WᵀW over training, one panel per layer."
     names = _chosen(h, layers)
     shown = followed_columns() if quantities is None else quantities
-    kinds = [s for s in h.similarity if s != "relative error"]
-    similarity = similarity or (kinds[0] if kinds else "relative error")
+    similarity = similarity or _usual_kind(h)
     h = h[h.similarity == similarity]
     columns = min(columns, len(names))
-    rows = -(-len(names) // columns)
     with style():
-        fig, grid = plt.subplots(rows, columns, sharex=True, sharey=True, squeeze=False,
-                                 figsize=(WIDTH, 2.4 * rows))
-        axes = list(grid.flat)
+        fig, axes = _panels(len(names), columns)
         for ax, name in zip(axes, names):
             _panel(ax, h[h.layer == name], shown)
             ax.set_title(f"layer {name}", fontsize=7.5 if len(name) < 12 else 6.5)

@@ -19,7 +19,7 @@ from torch.func import functional_call, jacrev
 from torch.utils.hooks import RemovableHandle
 
 from ..linalg import pearson, rel_err
-from .critical_points import Critical, critical_point, flat, put, unflat
+from .critical_points import Critical, Objective, critical_point, flat, put, unflat
 from .quantities import bfact, bnfm, fact, nfm
 from .weights import Matrix, weight_matrices
 from .moving_average import at_gradients, bare_optimizer, check_holds, followed
@@ -34,28 +34,35 @@ def _parameters(model: nn.Module, decayed: Collection[str] | None = None) -> dic
     return {n: p for n, p in trained.items() if decayed is None or n in decayed}
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #f9d056fd
-def output_jacobian(model: nn.Module, # left as it is
-                    X: Tensor, # n inputs
-                    decayed: Collection[str] | None = None, # parameters that decay; None for all
-                   ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]: # θ (P), J (nc × P), f(θ)
+def output_jacobian(
+    model: nn.Module, # left as it is
+    X: Tensor, # n inputs
+    decayed: Collection[str] | None = None, # parameters that decay; None for all
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]: # θ (P), J (nc × P), f(θ)
     "The parameters as one vector, and the derivative of every output by it."
     ps = _parameters(model, decayed)
     theta = flat(ps)
     f = lambda t: functional_call(model, unflat(t, ps), (X,)).reshape(-1)
     return theta, jacrev(f)(theta), f
 
+# %% ../../nbs/networks/12_zero_decay.ipynb #a2e7b460
+def _check_shows(outputs: int, P: int) -> None:
+    "Raise where the relation holds for any weights."
+    if outputs < P: return
+    raise ValueError(f"{outputs} outputs for {P} parameters: Jᵀα = θ would hold for any "
+                     "weights and show nothing. Take fewer samples or a larger network, or "
+                     "pass identical=True")
+
 # %% ../../nbs/networks/12_zero_decay.ipynb #5b41df21
-def dual_weights(J: Tensor, # nc × P
-                 theta: Tensor, # P
-                 rcond: float = 1e-10, # smaller shares of the largest singular value count as zero
-                 identical: bool = False, # go on where the relation holds for any weights
-                ) -> tuple[Tensor, Tensor, int]: # α, Jᵀα, rank of J
+def dual_weights(
+    J: Tensor, # nc × P
+    theta: Tensor, # P
+    rcond: float = 1e-10, # smaller shares of the largest singular value count as zero
+    identical: bool = False, # go on where the relation holds for any weights
+) -> tuple[Tensor, Tensor, int]: # α, Jᵀα, rank of J
     "α = K⁺(Jθ) with K = JJᵀ, through the SVD of J."
-    outputs, P = J.shape
-    if outputs >= P and not identical:
-        raise ValueError(f"{outputs} outputs for {P} parameters: Jᵀα = θ would hold for any "
-                         "weights and show nothing. Take fewer samples or a larger network, or "
-                         "pass identical=True")
+    if not identical:
+        _check_shows(*J.shape)
     U, S, Vt = torch.linalg.svd(J, full_matrices=False)
     k = int((S > rcond * S[0]).sum())
     z = Vt[:k] @ theta
@@ -74,57 +81,67 @@ class Dual:
 
     def table(self) -> pd.DataFrame: # a row per layer
         "Correlation and relative error of FACT through dual weights with WᵀW."
-        pairs = {k: (N, self.fact[k]) for k, N in self.nfm.items()}
-        return pd.DataFrame([dict(layer=k, pearson=pearson(N, A), r=rel_err(N, A))
-                             for k, (N, A) in pairs.items()])
+        return pd.DataFrame([dict(layer=k, pearson=pearson(N, self.fact[k]),
+                                  r=rel_err(N, self.fact[k])) for k, N in self.nfm.items()])
 
-# %% ../../nbs/networks/12_zero_decay.ipynb #4a4a89d9
-def dual_fact(model: nn.Module, # left as it is
-              X: Tensor, # the training inputs
-              decayed: Collection[str] | None = None, # parameters that decay; None for all
-              **kw: Any, # rcond, identical of `dual_weights`
-             ) -> Dual:
-    "FACT = Wᵀ(Jᵀα)_W with α = K⁺(Jθ): no loss, no targets, no λ."
-    theta, J, _ = output_jacobian(model, X, decayed)
-    alpha, t, rank = dual_weights(J, theta, **kw)
-    parts = unflat(t, _parameters(model, decayed)) # (Jᵀα)_W, by the parameter's name
+# %% ../../nbs/networks/12_zero_decay.ipynb #78815ff4
+def _matrices_in(model: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    "Each weight matrix by layer, and what a vector of parameters has in its place."
     names = {id(p): n for n, p in model.named_parameters()}
     known = [m for m in weight_matrices(model)[0]
              if names[id(m.param)] in parts and not _is_embedding(m)]
-    Ws = {m.name: m.of(m.param.detach()) for m in known}
-    facts = {m.name: Ws[m.name].T @ m.of(parts[names[id(m.param)]]) for m in known}
-    return Dual(facts, {k: nfm(W) for k, W in Ws.items()}, alpha, rel_err(theta, t), rank,
-                rank / len(theta))
+    return {m.name: (m.of(m.param.detach()), m.of(parts[names[id(m.param)]])) for m in known}
+
+# %% ../../nbs/networks/12_zero_decay.ipynb #4a4a89d9
+def dual_fact(
+    model: nn.Module, # left as it is
+    X: Tensor, # the training inputs
+    decayed: Collection[str] | None = None, # parameters that decay; None for all
+    **kw: Any, # rcond, identical of `dual_weights`
+) -> Dual:
+    "FACT = Wᵀ(Jᵀα)_W with α = K⁺(Jθ): no loss, no targets, no λ."
+    theta, J, _ = output_jacobian(model, X, decayed)
+    alpha, t, rank = dual_weights(J, theta, **kw)
+    found = _matrices_in(model, unflat(t, _parameters(model, decayed))) # W and (Jᵀα)_W
+    facts = {k: W.T @ part for k, (W, part) in found.items()}
+    nfms = {k: nfm(W) for k, (W, _) in found.items()}
+    return Dual(facts, nfms, alpha, rel_err(theta, t), rank, rank / len(theta))
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #7f070565
 def _is_embedding(m: Matrix) -> bool: return m.kind == "embedding"
 
+# %% ../../nbs/networks/12_zero_decay.ipynb #e1aac0b7
+def _lagrangian(f: Callable[[Tensor], Tensor], y: Tensor, P: int, nu: float) -> Objective:
+    "The function above, of z = (θ, α)."
+    def value(z: Tensor) -> Tensor:
+        t, alpha = z[:P], z[P:]
+        return t.square().sum() / 2 - alpha @ (f(t) - y) - nu / 2 * alpha.square().sum()
+    return value
+
 # %% ../../nbs/networks/12_zero_decay.ipynb #d8e5c151
-def min_norm_point(model: nn.Module, # float64, near the point looked for; moved there
-                   X: Tensor, # inputs
-                   Y: Tensor, # n × c targets
-                   weight_decay: float = 0., # λ of (λ/2)‖θ‖²; 0 for the limit λ → 0⁺
-                   newton: int = 20, # at most so many steps
-                  ) -> Critical:
+def min_norm_point(
+    model: nn.Module, # float64, near the point looked for; moved there
+    X: Tensor, # inputs
+    Y: Tensor, # n × c targets
+    weight_decay: float = 0., # λ of (λ/2)‖θ‖²; 0 for the limit λ → 0⁺
+    newton: int = 20, # at most so many steps
+) -> Critical:
     "A critical point of mean squared error with λ ≥ 0; at λ = 0 of the norm among exact fits."
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be 0 or more, not {weight_decay}")
     theta, J, f = output_jacobian(model, X)
-    y, nu, P = Y.reshape(-1), weight_decay * Y.numel() / 2, len(theta)
-
-    def lagrangian(z: Tensor) -> Tensor:
-        t, alpha = z[:P], z[P:]
-        return t.square().sum() / 2 - alpha @ (f(t) - y) - nu / 2 * alpha.square().sum()
-
+    P = len(theta)
+    lagrangian = _lagrangian(f, Y.reshape(-1), P, weight_decay * Y.numel() / 2)
     start = torch.cat([theta, dual_weights(J, theta)[0]])
     c = critical_point(lagrangian, start, gtol=math.inf, newton=newton) # no descent: a saddle
     put(model, unflat(c.theta[:P], _parameters(model)))
     return c
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #c69436e7
-def adam_step(state: Mapping[str, Any], # optimizer.state[p] after the step
-              group: Mapping[str, Any], # the optimizer's settings for p
-             ) -> Tensor:
+def adam_step(
+    state: Mapping[str, Any], # optimizer.state[p] after the step
+    group: Mapping[str, Any], # the optimizer's settings for p
+) -> Tensor:
     "u = m̂ / (√v̂ + ε) of the step just taken, from the state of torch's Adam or AdamW."
     t, (b1, b2) = float(state["step"]), group["betas"]
     v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
@@ -133,15 +150,16 @@ def adam_step(state: Mapping[str, Any], # optimizer.state[p] after the step
 # %% ../../nbs/networks/12_zero_decay.ipynb #633f6e09
 class MeanStep:
     "AdamW's mean step over a window of training, for −(1/λ)Wᵀ⟨u⟩."
-    def __init__(self,
-                 model: nn.Module, # before training; on its device
-                 # with decoupled decay; `train` hands over its own
-                 optimizer: torch.optim.Optimizer | None = None,
-                 start: int = 0, # steps before the window
-                 steps: int | None = None, # steps in the window; None for all that follow
-                 gradient: bool = False, # also the mean gradient
-                 layers: Collection[str] | None = None, # names as in `measure`; None: all trained
-                ):
+    def __init__(
+        self,
+        model: nn.Module, # before training; on its device
+        # with decoupled decay; `train` hands over its own
+        optimizer: torch.optim.Optimizer | None = None,
+        start: int = 0, # steps before the window
+        steps: int | None = None, # steps in the window; None for all that follow
+        gradient: bool = False, # also the mean gradient
+        layers: Collection[str] | None = None, # names as in `measure`; None: all trained
+    ):
         if start < 0 or (steps is not None and steps < 1):
             raise ValueError("start must be 0 or more and steps 1 or more, "
                              f"not {start} and {steps}")
@@ -159,28 +177,32 @@ class MeanStep:
         if optimizer is not None:
             self.follow(optimizer)
 
-    def __call__(self,
-                 model: nn.Module, # not read
-                 count: int, # not read
-                ) -> None:
+    def __call__(
+        self,
+        model: nn.Module, # not read
+        count: int, # not read
+    ) -> None:
         "A callback of `train`; the work is done at the optimizer's steps."
 
-    def follow(self,
-               optimizer: torch.optim.Optimizer, # with decoupled decay, made from the same model
-              ) -> "MeanStep":
+    def follow(
+        self,
+        optimizer: torch.optim.Optimizer, # with decoupled decay, made from the same model
+    ) -> "MeanStep":
         "Hang on this optimizer, and let go of the last one."
         _hang_on(self, optimizer)
         return self
 
-    def mean(self,
-             name: str, # of a layer
-            ) -> Tensor: # d' × d
+    def mean(
+        self,
+        name: str, # of a layer
+    ) -> Tensor: # d' × d
         "⟨u⟩ of a layer over the steps seen so far, weighted by η."
         return _mean_step(self, name)
 
-    def table(self,
-              anchor: str = "start", # which W: at the "start" of the window, or at its "end"
-             ) -> pd.DataFrame: # a row per layer
+    def table(
+        self,
+        anchor: str = "start", # which W: at the "start" of the window, or at its "end"
+    ) -> pd.DataFrame: # a row per layer
         "How close −(1/λ)Wᵀ⟨u⟩ is to WᵀW at the start of the window, or at its end (a trap)."
         return _step_table(self, anchor)
 
@@ -188,9 +210,10 @@ class MeanStep:
         "Everything that changes, as tensors and numbers."
         return {k: getattr(self, k) for k in _KEPT}
 
-    def load_state_dict(self,
-                        saved: dict[str, Any], # from `state_dict`
-                       ) -> None:
+    def load_state_dict(
+        self,
+        saved: dict[str, Any], # from `state_dict`
+    ) -> None:
         "Continue from a state of a `MeanStep` with the same options."
         for k in _KEPT:
             setattr(self, k, saved[k])
@@ -203,14 +226,21 @@ _KEPT = ("count", "first", "last", "decayed", "grads", "eta", "lam", "skipped")
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #96a55f0f
 def _hang_on(m: MeanStep, optimizer: torch.optim.Optimizer) -> None:
-    "Register the two hooks on an optimizer with decoupled decay."
+    "Follow an optimizer with decoupled decay."
     optimizer = bare_optimizer(optimizer)
-    _check_decoupled(m, optimizer)
+    _check_decoupled(optimizer)
+    check_holds(optimizer, m.matrices)
+    _set_aside(m, optimizer)
     for h in m.hooks:
         h.remove()
+    m.hooks = _hooks(m, optimizer)
+
+# %% ../../nbs/networks/12_zero_decay.ipynb #a7c53c9d
+def _hooks(m: MeanStep, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+    "Before each step and after it."
     after = lambda opt, args, kwargs: _count_step(m, opt)
-    m.hooks = [at_gradients(optimizer, lambda opt: _add_weights(m, opt)),
-               optimizer.register_step_post_hook(after)]
+    return [at_gradients(optimizer, lambda opt: _add_weights(m, opt)),
+            optimizer.register_step_post_hook(after)]
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #ea780318
 def _undecayed(m: MeanStep, optimizer: torch.optim.Optimizer) -> dict[str, str]: # layer → why
@@ -220,13 +250,16 @@ def _undecayed(m: MeanStep, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return dict.fromkeys(without, "no weight decay: the mean step is divided by it")
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #b6aaf76e
-def _check_decoupled(m: MeanStep, optimizer: torch.optim.Optimizer) -> None:
-    "Raise unless the decay of every matrix that is followed acts beside the step."
+def _check_decoupled(optimizer: torch.optim.Optimizer) -> None:
+    "Raise unless the decay acts beside the step."
     flags = [g.get("decoupled_weight_decay") for g in optimizer.param_groups]
-    if not (isinstance(optimizer, torch.optim.AdamW) or all(flags)):
-        raise TypeError(f"{type(optimizer).__name__} has no decoupled weight decay: use AdamW; "
-                        "for SGD and Adam plain FACT is the relation")
-    check_holds(optimizer, m.matrices)
+    if isinstance(optimizer, torch.optim.AdamW) or all(flags): return
+    raise TypeError(f"{type(optimizer).__name__} has no decoupled weight decay: use AdamW; "
+                    "for SGD and Adam plain FACT is the relation")
+
+# %% ../../nbs/networks/12_zero_decay.ipynb #06f41dc5
+def _set_aside(m: MeanStep, optimizer: torch.optim.Optimizer) -> None:
+    "List the layers without decay; some layer must have it."
     m.skipped = _undecayed(m, optimizer)
     if len(m.skipped) < len(m.matrices): return
     raise ValueError("no layer has weight decay: the mean step is divided by it; "
@@ -240,15 +273,20 @@ def _add_weights(m: MeanStep, optimizer: torch.optim.Optimizer) -> None:
     groups = groups_of(optimizer)
     for k, x in m.matrices.items():
         if x.param.grad is None or k in m.skipped: continue
-        group, W = groups[id(x.param)], weight_of(x)
-        eta, lam = float(group["lr"]), group["weight_decay"]
-        if k not in m.first:
-            _open_window(m, k, W)
-        m.lam[k] = lam
-        m.eta[k] += eta
-        m.decayed[k].add_(W, alpha=eta * lam)
+        group = groups[id(x.param)]
+        eta = float(group["lr"])
+        _add_weight(m, k, weight_of(x), eta, group["weight_decay"])
         if m.gradient:
             m.grads[k].add_(gradient_of(x, optimizer), alpha=eta)
+
+# %% ../../nbs/networks/12_zero_decay.ipynb #9dca1dce
+def _add_weight(m: MeanStep, name: str, W: Tensor, eta: float, lam: float) -> None:
+    "Add ηλW of one layer."
+    if name not in m.first:
+        _open_window(m, name, W)
+    m.lam[name] = lam
+    m.eta[name] += eta
+    m.decayed[name].add_(W, alpha=eta * lam)
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #a5eb6bf3
 def _inside(m: MeanStep) -> bool:
@@ -266,7 +304,7 @@ def _open_window(m: MeanStep, name: str, W: Tensor) -> None:
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #00ee27bc
 def _count_step(m: MeanStep, optimizer: torch.optim.Optimizer) -> None:
-    "Count the step, and keep the weights when the window closes."
+    "Count the step; keep W when the window closes."
     if is_skipped(optimizer): return
     m.count += 1
     if m.steps is None or m.count != m.start + m.steps: return
@@ -285,20 +323,29 @@ def _mean_step(m: MeanStep, name: str) -> Tensor: # d' × d
                          f"{m.start} steps, {m.count} were taken")
     return -(m.decayed[name] + _at_end(m, name) - m.first[name]) / m.eta[name]
 
-# %% ../../nbs/networks/12_zero_decay.ipynb #b92deeb2
+# %% ../../nbs/networks/12_zero_decay.ipynb #fd5403e7
 SHORT = .5 # a window with κ below this shows movement, not balance
 
-def _warn_of_short(m: MeanStep) -> None:
-    "Say when the window is too short, and how many steps it wants."
-    kappa = {k: m.lam[k] * m.eta[k] for k in m.first}
-    short = {k: v for k, v in kappa.items() if v < SHORT}
-    if not short: return
-    least = min(short.values())
+def _wait(m: MeanStep, kappa: float) -> str:
+    "How many more steps a window with this κ wants."
     steps = m.count - m.start
-    wait = f": about {steps * (1 / least - 1):.0f} more steps at this rate" if least > 0 else ""
+    return f": about {steps * (1 / kappa - 1):.0f} more steps at this rate" if kappa > 0 else ""
+
+# %% ../../nbs/networks/12_zero_decay.ipynb #b92deeb2
+def _warn_of_short(m: MeanStep) -> None:
+    "Say when the window is too short."
+    kappa = {k: m.lam[k] * m.eta[k] for k in m.first}
+    short = [v for v in kappa.values() if v < SHORT]
+    if not short: return
+    least = min(short)
     warnings.warn(f"the window of {len(short)} of {len(kappa)} layers is too short: κ = λ·Σlr = "
-                  f"{least:.1g}, where 1 is wanted{wait}. Until then the table shows how W moves, "
-                  "not what balances its decay.", stacklevel=4)
+                  f"{least:.1g}, where 1 is wanted{_wait(m, least)}. Until then the table shows "
+                  "how W moves, not what balances its decay.", stacklevel=4)
+
+# %% ../../nbs/networks/12_zero_decay.ipynb #1826bc3d
+def _anchored(m: MeanStep, name: str, anchor: str) -> Tensor:
+    "W at the start of the window, or at its end."
+    return m.first[name] if anchor == "start" else _at_end(m, name)
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #2fbd63c6
 def _step_table(m: MeanStep, anchor: str) -> pd.DataFrame: # a row per layer
@@ -306,8 +353,7 @@ def _step_table(m: MeanStep, anchor: str) -> pd.DataFrame: # a row per layer
     if anchor not in ("start", "end"):
         raise ValueError(f'anchor must be "start" or "end", not {anchor!r}')
     _warn_of_short(m)
-    W_of = lambda k: m.first[k] if anchor == "start" else _at_end(m, k)
-    rows = [dict(layer=k) | _step_row(m, k, W_of(k)) for k in m.first]
+    rows = [dict(layer=k) | _step_row(m, k, _anchored(m, k, anchor)) for k in m.first]
     return pd.DataFrame(rows + [dict(layer=k) for k in m.skipped])
 
 # %% ../../nbs/networks/12_zero_decay.ipynb #008aaecb
