@@ -50,11 +50,8 @@ def imbalance(W: Tensor, # h' × h, layer l
     return rel_err(above.T @ above, W @ W.T)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #76bebe09
-def shrunk(s: Tensor, # singular values of W*
-           L: int, # depth
-           shift: float, # λc/2
-          ) -> Tensor: # those of the trained product, for white inputs; 0 where none is left
-    "The largest solution σ of s − σ = shift·σ^{2/L−1}."
+def shrunk(s: Tensor, L: int, shift: float) -> Tensor: # 0 where no solution is left
+    "The largest solution σ of s − σ = shift·σ^{2/L−1}; shift is λc/2."
     sigma = s.clone()
     for _ in range(500):
         sigma = (s - shift * sigma.clamp(min=1e-30).pow(2 / L - 1)).clamp(min=0)
@@ -86,6 +83,7 @@ class Config:
     def check(self) -> None:
         "One clear line for settings that cannot work."
         _check_signs(self)
+        _check_ranges(self)
         _check_sizes(self)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #000e5654
@@ -98,15 +96,21 @@ def _check_signs(cfg: Config) -> None:
                  "trace"):
         value = getattr(cfg, name)
         require(value >= 1, f"{name} must be at least 1, it is {value}")
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #b4545249
+def _check_ranges(cfg: Config) -> None:
+    "Numbers with a range of their own."
     require(0 <= cfg.polish_momentum < 1,
             f"polish_momentum must lie in [0, 1), it is {cfg.polish_momentum:g}")
     require(0 <= cfg.long_seeds, f"long_seeds must not be negative, it is {cfg.long_seeds}")
     require(all(b >= 1 for b in cfg.noise),
             f"noise is a list of batch sizes, each at least 1; it is {cfg.noise}")
+    require(0 < cfg.step <= .005, "step must lie in (0, .005], "
+            f"the peak is asked for to that precision; it is {cfg.step:g}")
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #2316ee15
 def _check_sizes(cfg: Config) -> None:
-    "Depths, sizes and the grid of powers."
+    "Depths, points and width."
     require(len(cfg.depths) > 0 and min(cfg.depths) >= 2,
             f"depths must be 2 or more (the number of matrices), they are {cfg.depths}")
     require(cfg.n >= cfg.d,
@@ -114,8 +118,6 @@ def _check_sizes(cfg: Config) -> None:
     rank = min(cfg.d, cfg.c)
     require(cfg.width >= rank, f"width must be at least min(d, c) = {rank}, "
             f"or the network cannot represent W*; it is {cfg.width}")
-    require(0 < cfg.step <= .005, "step must lie in (0, .005], "
-            f"the peak is asked for to that precision; it is {cfg.step:g}")
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #7cd9507e
 _full_size = Config(width=512, n=5000, polish_steps=2000, trace=50, noise=(128, 125))
@@ -126,9 +128,7 @@ presets = dict(quick=Config(),
 # %% ../../nbs/experiments/04_deep_linear.ipynb #f93d5eb2
 class Product(nn.Module):
     "A deep linear network, computed as x Pᵀ with P = W_L…W₁ multiplied from the left."
-    def __init__(self,
-                 net: nn.Sequential, # linear layers without biases; weights are shared, not copied
-                ):
+    def __init__(self, net: nn.Sequential): # without biases; its weights are shared, not copied
         super().__init__()
         self.net = net
 
@@ -140,10 +140,8 @@ class Product(nn.Module):
         return x @ P.T
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #b655aa3b
-def compress(X: Tensor, # n × d
-             Y: Tensor, # n × c
-            ) -> tuple[Tensor, Tensor]: # at most d + c rows of each
-    "A few rows on which every linear function has the same mean squared error as on all the data."
+def compress(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]: # at most d + c rows of each
+    "Rows on which every linear function has the same mean squared error."
     R = torch.linalg.qr(torch.cat([X, Y], 1), "r").R
     R = R * (len(R) / len(X))**.5
     return R[:, :X.shape[1]], R[:, X.shape[1]:]
@@ -151,66 +149,76 @@ def compress(X: Tensor, # n × d
 # %% ../../nbs/experiments/04_deep_linear.ipynb #ad91436e
 ZERO = 1e-12 # eigenvalues below this part of the largest are zero
 
-def power_cosines(A: Tensor, # p.s.d., d × d: AGOP
-                  N: Tensor, # d × d: WᵀW
-                  s: Tensor, # powers
-                 ) -> Tensor: # cos(Aˢ, N) for each
-    "Cosine of every power of A with N."
+def _positive_part(A: Tensor) -> tuple[Tensor, Tensor]: # e (k), V (d × k)
+    "Positive eigenvalues, relative to the largest, and vectors."
     e, V = eigh(A)
-    positive = e > ZERO * e[-1]                     # zero stays zero
-    e, V = e[positive], V[:, positive]
-    E = (e / e[-1])[None].pow(s.to(e)[:, None])     # a row a power
+    positive = e > ZERO * e[-1]
+    return e[positive] / e[-1], V[:, positive]
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #42bdb848
+def power_cosines(A: Tensor, N: Tensor, s: Tensor) -> Tensor: # cos(Aˢ, N) for each s
+    "Cosine of every power of a p.s.d. A with N."
+    e, V = _positive_part(A)
+    E = e[None].pow(s.to(e)[:, None]) # a row a power
     return E @ ((N @ V) * V).sum(0) / (E.norm(dim=1) * N.norm())
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #70f4340b
-def powers(step: float # between two powers
-          ) -> Tensor:
+def powers(step: float) -> Tensor:
     "The grid of s."
     return torch.arange(1, round(1.2 / step) + 1).double() * step
 
-# %% ../../nbs/experiments/04_deep_linear.ipynb #cdf16e3d
+# %% ../../nbs/experiments/04_deep_linear.ipynb #fc2e97d9
+def _raised(A: Tensor, s: float) -> Tensor:
+    "Aˢ, where an eigenvalue that is zero stays zero."
+    return psd_power(A, s, negative="clip", tol=ZERO)
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #6165ba3a
 Row = dict[str, Any] # one measurement
 
-def power_row(layer: Layer, # as measured
-              above: int, # matrices from it to the output, itself included
-              s: Tensor, # powers
-             ) -> Row:
-    "FACT and AGOP against WᵀW: as they are, at the predicted power, and at the best one."
-    N, A = layer.nfm, layer.agop
-    root = psd_power(A, .5, negative="clip", tol=ZERO)
-    raised = psd_power(A, 1 / above, negative="clip", tol=ZERO)
+def _agop_row(A: Tensor, N: Tensor, power: float, s: Tensor) -> Row:
+    "AGOP against WᵀW: as it is, its root, at the predicted power, and the best power."
+    raised = _raised(A, power)
     peak = s[power_cosines(A, N, s).argmax()]
-    return dict(power=1 / above, fact=cosine(layer.fact, N), r=rel_err(N, layer.fact),
-                agop=cosine(A, N), agop_half=cosine(root, N), agop_power=cosine(raised, N),
-                r_power=rel_err(N, raised), peak=float(peak))
+    return dict(agop=cosine(A, N), agop_half=cosine(_raised(A, .5), N),
+                agop_power=cosine(raised, N), r_power=rel_err(N, raised), peak=float(peak))
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #cdf16e3d
+def power_row(layer: Layer, above: int, s: Tensor) -> Row: # above: matrices up to the output
+    "FACT and AGOP against WᵀW."
+    N, power = layer.nfm, 1 / above
+    return dict(power=power, fact=cosine(layer.fact, N), r=rel_err(N, layer.fact),
+                **_agop_row(layer.agop, N, power, s))
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #fec038b0
+def _imbalances(layers: list[Layer]) -> list[float]:
+    "Of each pair of neighbours."
+    return [imbalance(a.W, b.W) for a, b in zip(layers, layers[1:])]
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #c27826c7
-def layer_rows(rep: Report, # of the network
-               s: Tensor, # powers
-              ) -> list[Row]:
+def layer_rows(rep: Report, s: Tensor) -> list[Row]: # s: powers
     "FACT, AGOP, its best power and the balance of every layer."
     layers = [rep[k] for k in rep.layers]
-    L = len(layers)
-    balance = [imbalance(a.W, b.W) for a, b in zip(layers, layers[1:])]
-    return [dict(part="layer", layer=i + 1) | power_row(layer, L - i, s) | dict(imbalance=b)
-            for i, (layer, b) in enumerate(zip(layers, [*balance, None]))]
+    balance = [*_imbalances(layers), None]
+    of = lambda i, layer: dict(part="layer", layer=i + 1) | power_row(layer, len(layers) - i, s)
+    return [of(i, a) | dict(imbalance=b) for i, (a, b) in enumerate(zip(layers, balance))]
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #e94a5b80
+def _product_row(Ws: list[Tensor], S: Tensor, expected: Tensor) -> Row: # S: W*
+    "Rank and truth of the product, and how far its singular values are from the expected ones."
+    P = torch.linalg.multi_dot(Ws[::-1])
+    sigma, s = torch.linalg.svdvals(P), torch.linalg.svdvals(S)
+    return dict(rank=int((sigma > .01 * s[-1]).sum()), truth=rel_err(S.T @ S, P.T @ P),
+                sigma_gap=float(((sigma - expected) / s).abs().max()))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #7b77581a
-def network_row(net: nn.Sequential, # in float64 where the device has it
-                D: DeepLinear, # its data, with W*
-                rep: Report, # of the network on these data
-                cfg: Config,
-               ) -> Row:
+def network_row(net: nn.Sequential, D: DeepLinear, rep: Report, cfg: Config) -> Row:
     "Loss, rank and the distance of the product from the truth."
     Ws = [W.detach().double().cpu() for W in net.parameters()]
-    P = torch.linalg.multi_dot(Ws[::-1])
     S = D.W_star.double()
-    sigma, s = torch.linalg.svdvals(P), torch.linalg.svdvals(S)
-    expected = shrunk(s, len(Ws), cfg.lam * cfg.c / 2)
+    s = torch.linalg.svdvals(S)
     penalty = cfg.lam / 2 * sum(float(W.square().sum()) for W in Ws)
     return dict(part="network", loss=rep.loss, objective=rep.loss + penalty,
-                rank=int((sigma > .01 * s[-1]).sum()), truth=rel_err(S.T @ S, P.T @ P),
-                sigma_gap=float(((sigma - expected) / s).abs().max()),
+                **_product_row(Ws, S, shrunk(s, len(Ws), cfg.lam * cfg.c / 2)),
                 residual=max(rep[k].residual for k in rep.layers), smallest=float(s[-1]))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #dca3c474
@@ -221,30 +229,28 @@ class Looked(NamedTuple):
     rows: list[Row]
     arrays: dict[str, np.ndarray] # curve: first layer over s; sigma: layers × singular values
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #ff4589e3
+def _arrays(rep: Report, s: Tensor, rank: int) -> dict[str, np.ndarray]:
+    "The first layer's curve over s, and the leading singular values of all layers."
+    first = rep[rep.layers[0]]
+    sigma = [torch.linalg.svdvals(rep[k].W)[:rank] for k in rep.layers]
+    found = dict(curve=power_cosines(first.agop, first.nfm, s), sigma=torch.stack(sigma))
+    return {k: v.cpu().numpy().astype("float32") for k, v in found.items()}
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #cd829e0c
-def observe(net: nn.Sequential, # left as it is
-            D: DeepLinear, # its data
-            cfg: Config,
-            dev: torch.device, # where to compute
-           ) -> Looked:
-    "Measure a network on all of its data."
+def observe(net: nn.Sequential, D: DeepLinear, cfg: Config, dev: torch.device) -> Looked:
+    "Measure a network, which is left as it is, on all of its data."
     dtype, s = dtype_for(dev), powers(cfg.step)
     wide = copy.deepcopy(net).to(dev, dtype)
     data = Batches(D.X.to(dev, dtype), D.Y.to(dev, dtype), 1000)
     rep = measure(wide, F.mse_loss, data, cfg.lam, quantities=MEASURED)
-    first, rank = rep[rep.layers[0]], min(cfg.c, cfg.d)
-    arrays = dict(curve=power_cosines(first.agop, first.nfm, s),
-                  sigma=torch.stack([torch.linalg.svdvals(rep[k].W)[:rank] for k in rep.layers]))
-    rows = [network_row(wide, D, rep, cfg), *layer_rows(rep, s)]
-    return Looked(rows, {k: v.cpu().numpy().astype("float32") for k, v in arrays.items()})
+    return Looked([network_row(wide, D, rep, cfg), *layer_rows(rep, s)],
+                  _arrays(rep, s, min(cfg.c, cfg.d)))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #f7751db3
 class Trace:
     "A callback of `train`: balance, FACT and AGOP's peak every so many epochs."
-    def __init__(self,
-                 cfg: Config,
-                 small: tuple[Tensor, Tensor], # compressed data, float32
-                ):
+    def __init__(self, cfg: Config, small: tuple[Tensor, Tensor]): # compressed data, float32
         self.cfg = cfg
         self.small = small
         self.rows: list[Row] = []
@@ -257,28 +263,26 @@ class Trace:
         rep = measure(model.net, F.mse_loss, [self.small], self.cfg.lam, quantities=("nfm", "fact"))
         self.rows.append(dict(part="trace", epoch=epoch) | trace_row(rep, powers(self.cfg.step)))
 
-# %% ../../nbs/experiments/04_deep_linear.ipynb #30f40b68
-def trace_row(rep: Report, # of the network during SGD
-              s: Tensor, # powers
-             ) -> Row:
-    "The worst layer's balance and FACT; the peak of the first."
-    layers = [rep[k] for k in rep.layers]
+# %% ../../nbs/experiments/04_deep_linear.ipynb #740d557d
+def _first_peak(layers: list[Layer], s: Tensor) -> Row:
+    "The best power on the first layer, and the cosine at 1/L."
     P = torch.linalg.multi_dot([layer.W.double().cpu() for layer in reversed(layers)])
     curve = power_cosines(P.T @ P, layers[0].nfm.double().cpu(), s)
     at_power = (s - 1 / len(layers)).abs().argmin()
-    return dict(loss=rep.loss,
-                imbalance=max(imbalance(a.W, b.W) for a, b in zip(layers, layers[1:])),
+    return dict(peak=float(s[curve.argmax()]), agop_power=float(curve[at_power]))
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #30f40b68
+def trace_row(rep: Report, s: Tensor) -> Row: # s: powers
+    "The worst layer's balance and FACT; the peak of the first."
+    layers = [rep[k] for k in rep.layers]
+    return dict(loss=rep.loss, imbalance=max(_imbalances(layers)),
                 fact=min(cosine(layer.fact, layer.nfm) for layer in layers),
                 r=max(rel_err(layer.nfm, layer.fact) for layer in layers),
-                peak=float(s[curve.argmax()]), agop_power=float(curve[at_power]))
+                **_first_peak(layers, s))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #8a34c337
-def sgd_recipe(cfg: Config,
-               epochs: int,
-               seed: int, # of the order of the rows
-               batch: int | None = None, # rows of a minibatch; None: the configuration's
-              ) -> Recipe:
-    "The paper's SGD: constant learning rate, no momentum."
+def sgd_recipe(cfg: Config, epochs: int, seed: int, batch: int | None = None) -> Recipe:
+    "The paper's SGD: constant rate, no momentum."
     return Recipe(epochs=epochs, lr=cfg.lr, weight_decay=cfg.lam, batch_size=batch or cfg.batch,
                   momentum=0., schedule="constant", seed=seed)
 
@@ -288,35 +292,37 @@ def polish_recipe(cfg: Config) -> Recipe:
     return Recipe(epochs=0, weight_decay=cfg.lam, polish_steps=cfg.polish_steps,
                   polish_lr=cfg.polish_lr, polish_momentum=cfg.polish_momentum, polish_unit=500)
 
-# %% ../../nbs/experiments/04_deep_linear.ipynb #2df868ea
+# %% ../../nbs/experiments/04_deep_linear.ipynb #6f60d892
 CHUNK = 250 # epochs between checkpoints
 
-def sgd_in_chunks(net: nn.Sequential, # trained in place
-                  D: DeepLinear,
-                  recipe: Recipe, # of all epochs
-                  trace: Trace,
-                  ctx: Context,
-                 ) -> None:
+def _next_chunk(recipe: Recipe, done: int) -> Recipe:
+    "The next epochs, with an order of the rows of their own."
+    n = min(CHUNK, recipe.epochs - done)
+    return replace(recipe, epochs=n, seed=recipe.seed + 1000 * (done // CHUNK))
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #2df868ea
+def sgd_in_chunks(
+    net: nn.Sequential, # trained in place
+    D: DeepLinear,
+    recipe: Recipe, # of all epochs
+    trace: Trace,
+    ctx: Context,
+) -> None:
     "The recipe's epochs of SGD, in chunks; continues from the last chunk that was finished."
     path = ctx.scratch / "sgd.pt"
     done = _resumed(net, trace, path, recipe)
     while done < recipe.epochs:
-        n = min(CHUNK, recipe.epochs - done)
-        chunk = replace(recipe, epochs=n, seed=recipe.seed + 1000 * (done // CHUNK))
+        chunk = _next_chunk(recipe, done)
         trace.start = done
         train(Product(net), F.mse_loss, D.X.float(), D.Y.float(), chunk, callbacks=[trace],
               progress=ctx.progress)
-        done += n
+        done += chunk.epochs
         state = dict(net=net.state_dict(), rows=trace.rows, done=done)
         save_state(path, state, dict(recipe=recipe))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #44ddf1d9
-def _resumed(net: nn.Sequential, # its weights are set
-             trace: Trace, # and its rows
-             path: Path, # of a checkpoint that may be there
-             recipe: Recipe, # that it must have been made with
-            ) -> int: # epochs done
-    "Put back what the last finished chunk left."
+def _resumed(net: nn.Sequential, trace: Trace, path: Path, recipe: Recipe) -> int: # epochs done
+    "Put back the weights and the rows that the last finished chunk left."
     state = load_state(path, dict(recipe=recipe))
     if state is None: return 0
     net.load_state_dict(state["net"])
@@ -324,82 +330,97 @@ def _resumed(net: nn.Sequential, # its weights are set
     return state["done"]
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #7bdc9110
-def efolds(cfg: Config,
-           sgd_steps: int,
-           polish_steps: int = 0,
-          ) -> float:
+def efolds(cfg: Config, sgd_steps: int, polish_steps: int = 0) -> float:
     "2λ times the sum of effective learning rates."
     polish_lr = cfg.polish_lr / (1 - cfg.polish_momentum)
     return 2 * cfg.lam * (cfg.lr * sgd_steps + polish_lr * polish_steps)
 
-# %% ../../nbs/experiments/04_deep_linear.ipynb #d6ba1945
-def train_and_observe(cfg: Config, # settings
-                      unit: dict, # L, seed, epochs
-                      ctx: Context,
-                     ) -> Output:
-    "Train one network; measure it before, after SGD and after the polish."
-    D, dtype = task(cfg.n, cfg.d, cfg.c, seed=unit["seed"]), dtype_for(ctx.device)
-    X, Y = (t.to(ctx.device, dtype) for t in compress(D.X, D.Y))
-    with seeded(unit["seed"]):
-        net = linear_network(cfg.d, cfg.c, cfg.width, unit["L"]).to(ctx.device)
-    seen = dict(init=observe(net, D, cfg, ctx.device))
-    trace = Trace(cfg, (X.float(), Y.float()))
-    sgd_in_chunks(net, D, sgd_recipe(cfg, unit["epochs"], unit["seed"]), trace, ctx)
-    seen["sgd"] = observe(net, D, cfg, ctx.device)
-    train(Product(net.to(dtype)), F.mse_loss, X, Y, polish_recipe(cfg),
+# %% ../../nbs/experiments/04_deep_linear.ipynb #500f8152
+def _polish(net: nn.Sequential, X: Tensor, Y: Tensor, cfg: Config, ctx: Context) -> None:
+    "Full-batch steps, in place."
+    train(Product(net.to(X.dtype)), F.mse_loss, X, Y, polish_recipe(cfg),
           checkpoint=ctx.scratch / "polish.pt", save_every=ctx.save_every, progress=ctx.progress)
-    seen["polish"] = observe(net, D, cfg, ctx.device)
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #9a275c9f
+def _start(cfg: Config, unit: dict, width: int) -> tuple[DeepLinear, nn.Sequential]:
+    "The data and the untrained network of a unit."
+    with seeded(unit["seed"]):
+        net = linear_network(cfg.d, cfg.c, width, unit["L"])
+    return task(cfg.n, cfg.d, cfg.c, seed=unit["seed"]), net
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #d6ba1945
+def train_and_observe(cfg: Config, unit: dict, ctx: Context) -> Output: # unit: L, seed, epochs
+    "Train one network; measure it before, after SGD and after the polish."
+    D, net = _start(cfg, unit, cfg.width)
+    net.to(ctx.device)
+    look = lambda: observe(net, D, cfg, ctx.device)
+    X, Y = (t.to(ctx.device, dtype_for(ctx.device)) for t in compress(D.X, D.Y))
+    trace = Trace(cfg, (X.float(), Y.float()))
+    seen = dict(init=look())
+    sgd_in_chunks(net, D, sgd_recipe(cfg, unit["epochs"], unit["seed"]), trace, ctx)
+    seen["sgd"] = look()
+    _polish(net, X, Y, cfg, ctx)
+    seen["polish"] = look()
     return unit_output(cfg, unit["epochs"], seen, trace)
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #9c890c89
+def _decay_behind(cfg: Config, steps: int) -> dict[str, float]: # by phase
+    "Factors e of weight decay that lie behind each phase."
+    return dict(init=0., sgd=efolds(cfg, steps), polish=efolds(cfg, steps, cfg.polish_steps))
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #bf97eade
+def _all_arrays(seen: dict[str, Looked]) -> dict[str, np.ndarray]: # by phase
+    "The arrays of every phase, with the phase in their names."
+    return {f"{k}_{phase}": v for phase, at in seen.items() for k, v in at.arrays.items()}
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #ea09d087
-def unit_output(cfg: Config,
-                epochs: int, # of SGD
-                seen: dict[str, Looked], # by phase
-                trace: Trace,
-               ) -> Output:
+def unit_output(cfg: Config, epochs: int, seen: dict[str, Looked], trace: Trace) -> Output:
     "The phases and the trace of one unit, as rows and arrays."
     per_epoch = math.ceil(cfg.n / cfg.batch)
-    steps = epochs * per_epoch
-    far = dict(init=0., sgd=efolds(cfg, steps), polish=efolds(cfg, steps, cfg.polish_steps))
+    far = _decay_behind(cfg, epochs * per_epoch)
     rows = [dict(phase=phase, efolds=far[phase], **row)
             for phase, at in seen.items() for row in at.rows]
     rows += [dict(row, step=row["epoch"] * per_epoch) for row in trace.rows]
-    arrays = {f"{k}_{phase}": v for phase, at in seen.items() for k, v in at.arrays.items()}
-    return Output(rows, arrays)
+    return Output(rows, _all_arrays(seen))
 
-# %% ../../nbs/experiments/04_deep_linear.ipynb #4bddaea1
+# %% ../../nbs/experiments/04_deep_linear.ipynb #c00c1483
 SHAKES, BETWEEN = 3, 800 # so many looks, so many steps apart
 
-def shaken_rows(net: nn.Sequential, # at the minimum; left there
-                D: DeepLinear,
-                cfg: Config,
-                batch: int, # rows of a minibatch
-               ) -> list[Row]:
-    "SGD from where the network is; the worst layer at each look."
+def _epochs_between(cfg: Config, batch: int) -> int: # batch: rows of a minibatch
+    "Epochs that make up the steps between two looks."
+    return math.ceil(BETWEEN / math.ceil(cfg.n / batch))
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #92441b26
+def _worst_of_layers(net: nn.Sequential, D: DeepLinear, cfg: Config) -> Row:
+    "FACT, AGOP's power and the balance on the worst layer."
+    rep = measure(net, F.mse_loss, Batches(D.X, D.Y, 1000), cfg.lam, quantities=MEASURED)
+    d = pd.DataFrame(layer_rows(rep, powers(cfg.step)))
+    return dict(fact=d.fact.min(), r=d.r.max(), agop_power=d.agop_power.min(),
+                r_power=d.r_power.max(), imbalance=d.imbalance.max())
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #4bddaea1
+def shaken_rows(net: nn.Sequential, D: DeepLinear, cfg: Config, batch: int) -> list[Row]:
+    "SGD from where the network is, which is left there; the worst layer at each look."
     net, rows = copy.deepcopy(net), []
-    epochs = math.ceil(BETWEEN / math.ceil(cfg.n / batch))
     for i in range(SHAKES):
-        recipe = sgd_recipe(cfg, epochs, seed=i, batch=batch)
+        recipe = sgd_recipe(cfg, _epochs_between(cfg, batch), seed=i, batch=batch)
         train(Product(net), F.mse_loss, D.X, D.Y, recipe, progress=False)
-        rep = measure(net, F.mse_loss, Batches(D.X, D.Y, 1000), cfg.lam, quantities=MEASURED)
-        d = pd.DataFrame(layer_rows(rep, powers(cfg.step)))
-        rows.append(dict(part="noise", batch=batch, rest=cfg.n % batch, look=i, fact=d.fact.min(),
-                         r=d.r.max(), agop_power=d.agop_power.min(), r_power=d.r_power.max(),
-                         imbalance=d.imbalance.max()))
+        rows.append(dict(part="noise", batch=batch, rest=cfg.n % batch, look=i)
+                    | _worst_of_layers(net, D, cfg))
     return rows
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #7e561bc8
+def _to_minimum(net: nn.Sequential, D: DeepLinear, cfg: Config, seed: int) -> None:
+    "SGD and the polish of a narrow network, in place."
+    recipe = sgd_recipe(cfg, _epochs_between(cfg, cfg.batch), seed)
+    train(Product(net), F.mse_loss, D.X, D.Y, recipe, progress=False)
+    train(Product(net), F.mse_loss, *compress(D.X, D.Y), polish_recipe(cfg), progress=False)
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #ac99043a
-def noise_unit(cfg: Config, # its `noise` has the batch sizes
-               unit: dict, # L, seed
-              ) -> Output:
-    "SGD that starts at the minimum, for each batch size."
-    D = task(cfg.n, cfg.d, cfg.c, seed=unit["seed"])
-    with seeded(unit["seed"]):
-        net = linear_network(cfg.d, cfg.c, 4 * cfg.c, unit["L"]).double()
-    epochs = math.ceil(BETWEEN / math.ceil(cfg.n / cfg.batch))
-    train(Product(net), F.mse_loss, D.X, D.Y, sgd_recipe(cfg, epochs, unit["seed"]), progress=False)
-    X, Y = compress(D.X, D.Y)
-    train(Product(net), F.mse_loss, X, Y, polish_recipe(cfg), progress=False)
+def noise_unit(cfg: Config, unit: dict) -> Output: # unit: L, seed
+    "SGD from the minimum, for each batch size."
+    D, net = _start(cfg, unit, 4 * cfg.c)
+    _to_minimum(net.double(), D, cfg, unit["seed"])
     return Output([row for batch in cfg.noise for row in shaken_rows(net, D, cfg, batch)])
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #97df987c
@@ -409,30 +430,33 @@ def run_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
         if "noise" in unit: return noise_unit(cfg, unit)
         return train_and_observe(cfg, unit, ctx)
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #b16df35d
+def _every(cfg: Config, seeds: int, **more: Any) -> list[dict]:
+    "A unit for every seed and depth."
+    return [dict(L=L, seed=s, **more) for s in range(seeds) for L in cfg.depths]
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #0a1019bb
 def units(cfg: Config) -> list[dict]:
     "Every depth and seed with the short SGD, with the noise, and with the paper's length."
-    def every(seeds: int, **more: Any) -> list[dict]:
-        return [dict(L=L, seed=s, **more) for s in range(seeds) for L in cfg.depths]
-
-    found = every(cfg.seeds, epochs=cfg.epochs)
+    found = _every(cfg, cfg.seeds, epochs=cfg.epochs)
     if cfg.noise:
-        found += every(cfg.seeds, noise="-".join(map(str, cfg.noise)))
+        found += _every(cfg, cfg.seeds, noise="-".join(map(str, cfg.noise)))
     if cfg.long_epochs != cfg.epochs:
-        found += every(cfg.long_seeds, epochs=cfg.long_epochs)
+        found += _every(cfg, cfg.long_seeds, epochs=cfg.long_epochs)
     return found
 
-# %% ../../nbs/experiments/04_deep_linear.ipynb #c958ed13
-def phase_rows(r: Result,
-               part: str, # layer or network
-               phase: str = "polish", # or init, sgd
-              ) -> pd.DataFrame:
-    "Rows of one part and phase, without networks that collapsed."
-    which = ["L", "seed", "epochs"]
-    rows = r.df[r.df.phase == phase]
+# %% ../../nbs/experiments/04_deep_linear.ipynb #fc24b690
+def _whole_networks(rows: pd.DataFrame, rank: int) -> pd.DataFrame: # L, seed, epochs
+    "The networks that have kept all their singular values."
     nets = rows[rows.part == "network"]
-    whole = nets[nets["rank"] == min(r.config["c"], r.config["d"])]
-    return rows[rows.part == part].merge(whole[which], on=which)
+    return nets[nets["rank"] == rank][["L", "seed", "epochs"]]
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #c958ed13
+def phase_rows(r: Result, part: str, phase: str = "polish") -> pd.DataFrame: # part: layer, network
+    "Rows of one part and phase (init, sgd, polish), without networks that collapsed."
+    rows = r.df[r.df.phase == phase]
+    whole = _whole_networks(rows, min(r.config["c"], r.config["d"]))
+    return rows[rows.part == part].merge(whole, on=list(whole))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #8f560723
 def protocol_rows(r: Result, part: str) -> pd.DataFrame:
@@ -446,29 +470,41 @@ class Evidence(Protocol):
     @property
     def holds(self) -> bool: ...
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #d00e5803
+def _span(counts: pd.Series) -> str:
+    "One number where all are equal, else the smallest and the largest."
+    fewest, most = counts.min(), counts.max()
+    return f"{fewest}" if fewest == most else f"{fewest} to {most}"
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #dl0h0wm0
 def how_many(rows: pd.DataFrame) -> str:
     "The networks and seeds behind these rows, in words."
     networks = rows.groupby(["L", "seed", "epochs"]).ngroups
-    fewest, most = (rows.groupby("L").seed.nunique().agg(f) for f in ("min", "max"))
-    seeds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    return f"{networks} networks, seeds a depth: {seeds}"
+    seeds = rows.groupby("L").seed.nunique()
+    return f"{networks} networks, seeds a depth: {_span(seeds)}"
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #0213f8c2
+def _has_all_depths(rows: pd.DataFrame) -> bool: return set(range(2, 7)) <= set(rows.L)
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #60db4bfb
+def _judge_long(r: Result, own: pd.DataFrame, found: Evidence, beside: str) -> Judgement:
+    "What the paper's protocol decides; `beside` is said of the polished networks."
+    units = tuple(u for u in r.units if u.params.get("epochs", 0) >= 5000)
+    ours = f"{found} (5,000 epochs of SGD, no polish: {how_many(own)})"
+    return judge(found.holds, ours, beside, units=units)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #4700de15
-def judge_protocol(r: Result,
-                   own: pd.DataFrame, # rows of the paper's protocol; may be none
-                   polished: pd.DataFrame, # rows after the polish
-                   evidence: Callable[[pd.DataFrame], Evidence], # of rows
-                  ) -> Judgement | None: # None: not all depths are there
+def judge_protocol(
+    r: Result,
+    own: pd.DataFrame, # rows of the paper's protocol; may be none
+    polished: pd.DataFrame, # rows after the polish
+    evidence: Callable[[pd.DataFrame], Evidence], # of rows
+) -> Judgement | None: # None: not all depths are there
     "Judge the paper's protocol; the polished networks stand beside it."
-    if not set(range(2, 7)) <= set(polished.L): return None
+    if not _has_all_depths(polished): return None
     beside = f"after full-batch steps at the end: {evidence(polished)} ({how_many(polished)})"
-    if not set(range(2, 7)) <= set(own.L):
-        return Judgement(NOT_RUN, "", f"not run for 5,000 epochs at every depth; {beside}")
-    found = evidence(own)
-    units = tuple(u for u in r.units if u.params.get("epochs", 0) >= 5000)
-    return judge(found.holds, f"{found} (5,000 epochs of SGD, no polish: {how_many(own)})", beside,
-                 units=units)
+    if _has_all_depths(own): return _judge_long(r, own, evidence(own), beside)
+    return Judgement(NOT_RUN, "", f"not run for 5,000 epochs at every depth; {beside}")
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #8ad81f61
 class PowerEvidence(NamedTuple):
@@ -489,19 +525,23 @@ class PowerEvidence(NamedTuple):
                 f"relative error ≤ {self.error:.1e}; s = ½ gives {self.half:.3f} at L = 6")
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #39ba327e
-def power_evidence(first: pd.DataFrame # rows of first layers
-                  ) -> PowerEvidence:
+def power_evidence(first: pd.DataFrame) -> PowerEvidence: # rows of first layers
     "The numbers of linear-agop-power."
     deep = first[first.L >= 3]
     return PowerEvidence(first.agop_power.min(), (first.L * first.peak - 1).abs().max(),
                          first.r_power.max(), first[first.L == 6].agop_half.min(),
                          bool((deep.agop_half < deep.agop_power).all()))
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #52635e2d
+def _layers_of_both(r: Result) -> tuple[pd.DataFrame, pd.DataFrame]:
+    "Rows of layers: after the paper's protocol, and after the polish."
+    return protocol_rows(r, "layer"), phase_rows(r, "layer")
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #d6e7654b
 def judge_power(r: Result) -> Judgement | None:
     "linear-agop-power."
-    polished, own = phase_rows(r, "layer"), protocol_rows(r, "layer")
-    return judge_protocol(r, own[own.layer == 1], polished[polished.layer == 1], power_evidence)
+    own, polished = (d[d.layer == 1] for d in _layers_of_both(r))
+    return judge_protocol(r, own, polished, power_evidence)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #bb7d5f58
 class FactEvidence(NamedTuple):
@@ -516,23 +556,27 @@ class FactEvidence(NamedTuple):
     def __str__(self) -> str:
         return f"cos ≥ {self.cos:.6f}, r ≤ {self.error:.1e}, {self.layers} layers"
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #b41e3d38
+def _noise_in_words(batch: float, rest: float, low: float) -> str:
+    "The lowest cosine of FACT at one batch size."
+    last = f" (the last has {rest:.0f} rows)" if rest else ""
+    return f"≥ {low:.4f} with batches of {batch:.0f}{last}"
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #8365374c
 def noise_note(r: Result) -> str: # empty when FACT stays at .999 or above, or was not tried
     "What SGD at the minimum does to FACT, in words."
     d = r.df[r.df.part == "noise"]
     if d.empty or d.fact.min() >= .999: return ""
-    said = []
-    for (batch, rest), low in d.groupby(["batch", "rest"]).fact.min().items():
-        last = f" (the last has {rest:.0f} rows)" if rest else ""
-        said.append(f"≥ {low:.4f} with batches of {batch:.0f}{last}")
+    lowest = d.groupby(["batch", "rest"]).fact.min()
+    said = [_noise_in_words(b, rest, low) for (b, rest), low in lowest.items()]
     return "narrow networks under SGD at the minimum " + ", ".join(said)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #f6a649e0
 def judge_fact(r: Result) -> Judgement | None:
     "linear-fact."
     evidence = lambda d: FactEvidence(d.fact.min(), d.r.max(), len(d))
-    j = judge_protocol(r, protocol_rows(r, "layer"), phase_rows(r, "layer"), evidence)
-    return j and replace(j, note="; ".join(t for t in (j.note, noise_note(r)) if t))
+    j = judge_protocol(r, *_layers_of_both(r), evidence)
+    return j and replace(j, note="; ".join(filter(None, (j.note, noise_note(r)))))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #966ec026
 class BalanceEvidence(NamedTuple):
@@ -547,9 +591,8 @@ class BalanceEvidence(NamedTuple):
 # %% ../../nbs/experiments/04_deep_linear.ipynb #5b0b2e5a
 def judge_balanced(r: Result) -> Judgement | None:
     "linear-balanced."
-    polished, own = phase_rows(r, "layer"), protocol_rows(r, "layer")
-    return judge_protocol(r, own[own.imbalance.notna()], polished[polished.imbalance.notna()],
-                          lambda d: BalanceEvidence(d.imbalance.max()))
+    own, polished = (d[d.imbalance.notna()] for d in _layers_of_both(r))
+    return judge_protocol(r, own, polished, lambda d: BalanceEvidence(d.imbalance.max()))
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #618c74f9
 class TruthEvidence(NamedTuple):
@@ -577,7 +620,7 @@ judges = {"linear-agop-power": judge_power, "linear-fact": judge_fact,
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #032dda43
 def drawn_rows(r: Result) -> tuple[str, pd.DataFrame]: # phase, rows
-    "The layers of seed 0 after the paper's protocol if it was run, else after the polish."
+    "Seed 0 after the paper's protocol, or after the polish without it."
     own = protocol_rows(r, "layer")
     phase, rows = ("polish", phase_rows(r, "layer")) if own.empty else ("sgd", own)
     return phase, rows[rows.seed == 0]
@@ -602,21 +645,31 @@ class DepthLook(NamedTuple):
 
 DEPTH_LOOKS = list(map(DepthLook, COLOURS.values(), MARKERS.values(), DASHES.values()))
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #297495f7
+def _fact_line(ax: plt.Axes, fact: float) -> None: # its lowest cosine
+    "FACT, which has no power to choose."
+    label = f"FACT, lowest of all $L$ and layers ({fact:.4f})"
+    ax.axhline(fact, color="black", lw=1.2, label=label)
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #f2c0c48c
 def draw_powers(r: Result) -> plt.Figure:
     "Cosine of AGOPˢ with W₁ᵀW₁ over s, by depth; FACT as a line without a parameter."
     table = power_curves(r)
-    fact = drawn_rows(r)[1].fact.min()
     with style():
         fig, ax = plt.subplots(figsize=(WIDTH, 3.4))
         for (L, curve), look in zip(table.groupby("L"), DEPTH_LOOKS):
             _power_line(ax, int(L), curve, look)
-        ax.axhline(fact, color="black", lw=1.2,
-                   label=f"FACT, lowest of all $L$ and layers ({fact:.4f})")
+        _fact_line(ax, drawn_rows(r)[1].fact.min())
         ax.set(xlim=(0, 1), ylim=(table[table.s <= 1].cosine.min() - .02, 1.035),
                xlabel="power $s$", ylabel=r"cosine with $W_1^\top W_1$")
         ax.legend(fontsize=8, loc="lower left")
     return fig
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #ea711e72
+def _mark_power(ax: plt.Axes, L: int, colour: str) -> None:
+    "A thin line at the predicted power 1/L."
+    ax.axvline(1 / L, color=colour, lw=.7, alpha=.6)
+    ax.text(1 / L, 1.012, f"$1/{L}$", ha="center", fontsize=8, color=colour)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #29b583f9
 def _power_line(ax: plt.Axes, L: int, curve: pd.DataFrame, look: DepthLook) -> None:
@@ -624,8 +677,7 @@ def _power_line(ax: plt.Axes, L: int, curve: pd.DataFrame, look: DepthLook) -> N
     s, y = curve.s.to_numpy(), curve.cosine.to_numpy()
     ax.plot(s, y, color=look.colour, linestyle=look.dash, lw=1.6, label=f"AGOP$^s$, $L={L}$")
     ax.plot(s[y.argmax()], y.max(), look.marker, color=look.colour, ms=7)
-    ax.axvline(1 / L, color=look.colour, lw=.7, alpha=.6)
-    ax.text(1 / L, 1.012, f"$1/{L}$", ha="center", fontsize=8, color=look.colour)
+    _mark_power(ax, L, look.colour)
     ax.text(1.01, y[s <= 1][-1], f"$L={L}$", fontsize=8, va="center", color=look.colour)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #7ff617d8
@@ -634,18 +686,23 @@ def balance_table(r: Result) -> pd.DataFrame: # L, step, imbalance, r
     d = r.df[(r.df.part == "trace") & (r.df.seed == 0)]
     return d[d.epochs == d.epochs.max()][["L", "step", "imbalance", "r"]]
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #cc6fdc12
+def _draw_law(ax: plt.Axes, r: Result, steps: float) -> None:
+    "The predicted exp(−2ηλt), above 10⁻⁵."
+    t = np.linspace(0, steps, 200)
+    law = np.exp(-2 * r.config["lr"] * r.config["lam"] * t)
+    seen = law > 1e-5
+    ax.plot(t[seen] / 1e3, law[seen], color="black", lw=1, label=r"$e^{-2\eta\lambda t}$")
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #183353c7
 def draw_balance(r: Result) -> plt.Figure:
     "Imbalance and FACT's error during SGD, against the predicted exp(−2ηλt)."
     table = balance_table(r)
-    t = np.linspace(0, table.step.max(), 200)
-    law = np.exp(-2 * r.config["lr"] * r.config["lam"] * t)
     with style():
         fig, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2))
         _depth_lines(left, table, "imbalance", "largest imbalance of two layers")
         _depth_lines(right, table, "r", "FACT's relative error, worst layer")
-        seen = law > 1e-5
-        left.plot(t[seen] / 1e3, law[seen], color="black", lw=1, label=r"$e^{-2\eta\lambda t}$")
+        _draw_law(left, r, table.step.max())
         left.legend(fontsize=8)
     return fig
 
@@ -657,13 +714,17 @@ def _depth_lines(ax: plt.Axes, table: pd.DataFrame, column: str, title: str) -> 
                 marker=look.marker, ms=4, markevery=max(1, len(g) // 6), label=f"$L={L}$")
     ax.set(yscale="log", xlabel="steps of SGD / 1000", title=title)
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #b97d17a7
+def _longest_networks(r: Result) -> pd.DataFrame:
+    "The networks of seed 0 with the longest training, by depth."
+    nets = phase_rows(r, "network")
+    return nets[(nets.seed == 0) & (nets.epochs == nets.epochs.max())].sort_values("L")
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #17edeaa2
 def singular_table(r: Result) -> pd.DataFrame: # L, layer, number, before, after
     "The leading singular values of each layer of seed 0."
-    nets = phase_rows(r, "network")
-    nets = nets[(nets.seed == 0) & (nets.epochs == nets.epochs.max())].sort_values("L")
     rows = []
-    for net in nets.itertuples():
+    for net in _longest_networks(r).itertuples():
         (unit,) = r.where(L=net.L, seed=0, epochs=net.epochs)
         before, after = unit.arrays["sigma_init"], unit.arrays["sigma_polish"]
         rows += [(int(net.L), l + 1, i + 1, before[l, i], after[l, i])
@@ -703,73 +764,93 @@ def noise_table(r: Result) -> pd.DataFrame: # batch, rest, L, r, r_power
     worst = d.groupby(by, as_index=False)[["r", "r_power"]].max()
     return worst.astype({k: int for k in by})
 
-# %% ../../nbs/experiments/04_deep_linear.ipynb #57ef343b
-def draw_noise(r: Result) -> plt.Figure:
-    "Relative error for WᵀW under SGD at the minimum, over the depth, for each batch size."
-    table = noise_table(r)
-    with style():
-        fig, ax = plt.subplots(figsize=(WIDTH, 3))
-        for ((batch, rest), g), fill in zip(table.groupby(["batch", "rest"]),
-                                            ("full", "none", "left")):
-            last = f"the last of {rest}" if rest else "no remainder"
-            _noise_line(ax, g.L, g.r, "FACT", fill, f"FACT, batches of {batch}, {last}")
-            _noise_line(ax, g.L, g.r_power, "AGOP", fill,
-                        rf"AGOP$^{{1/(L-l+1)}}$, batches of {batch}, {last}")
-        ax.axhline((1 - .999**2)**.5, color="grey", lw=.8)
-        ax.text(.01, .055, "cosine .999", fontsize=8, color="grey",
-                transform=ax.get_yaxis_transform())
-        ax.set(yscale="log", xlabel="depth $L$", ylabel=r"relative error for $W^\top W$, worst",
-               xticks=sorted(set(table.L)))
-        if len(table):
-            ax.legend(fontsize=7.5, loc="center right")
-    return fig
-
 # %% ../../nbs/experiments/04_deep_linear.ipynb #04d61b81
 def _noise_line(ax: plt.Axes, x: pd.Series, y: pd.Series, kind: str, fill: str, label: str) -> None:
     "One quantity at one batch size."
     ax.plot(x, y, color=COLOURS[kind], linestyle=DASHES[kind], marker=MARKERS[kind],
             fillstyle=fill, label=label)
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #53e4e3b5
+def _noise_pair(ax: plt.Axes, g: pd.DataFrame, fill: str) -> None: # g: rows of one batch size
+    "FACT and AGOP's power at one batch size."
+    batch, rest = g.batch.iloc[0], g.rest.iloc[0]
+    batches = f"batches of {batch}, {f'the last of {rest}' if rest else 'no remainder'}"
+    _noise_line(ax, g.L, g.r, "FACT", fill, f"FACT, {batches}")
+    _noise_line(ax, g.L, g.r_power, "AGOP", fill, rf"AGOP$^{{1/(L-l+1)}}$, {batches}")
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #2e61655c
+def _mark_cosine(ax: plt.Axes) -> None:
+    "A grey line where the cosine is .999."
+    ax.axhline((1 - .999**2)**.5, color="grey", lw=.8)
+    ax.text(.01, .055, "cosine .999", fontsize=8, color="grey",
+            transform=ax.get_yaxis_transform())
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #57ef343b
+def draw_noise(r: Result) -> plt.Figure:
+    "Relative error for WᵀW under SGD at the minimum, over the depth, for each batch size."
+    table = noise_table(r)
+    with style():
+        fig, ax = plt.subplots(figsize=(WIDTH, 3))
+        for (_, g), fill in zip(table.groupby(["batch", "rest"]), ("full", "none", "left")):
+            _noise_pair(ax, g, fill)
+        _mark_cosine(ax)
+        ax.set(yscale="log", xlabel="depth $L$", ylabel=r"relative error for $W^\top W$, worst",
+               xticks=sorted(set(table.L)))
+        if len(table):
+            ax.legend(fontsize=7.5, loc="center right")
+    return fig
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #75c5b201
-figures = dict(
-    powers=Figure(
-        draw_powers,
-        "The cosine of AGOPˢ with W₁ᵀW₁ peaks at s = 1/L for every depth L: the ansatz has a "
-        "parameter that depends on the architecture. FACT has cosine 1 at every depth and nothing "
-        "to tune.",
-        "One line per depth from 2 to 6 over the power s. Each rises to one, with its peak marked "
-        "at one over the depth, and falls again. A horizontal line at one is FACT."),
-    singular=Figure(
-        draw_singular,
-        "After training every layer has the same five singular values, those of the product to the "
-        "power 1/L; before training they had nothing in common.",
-        "Five panels, one per depth. The five leading singular values of each layer are flat lines "
-        "across layers after training, and falling lines before."),
-    noise=Figure(
-        draw_noise,
-        "SGD at the minimum, worst layer. Minibatch noise moves FACT, the more the deeper the "
-        "network, and a last batch of 8 rows more than equal batches; it leaves the balance of the "
-        "layers, and so AGOP's power, alone.",
-        "Relative error over depth on a logarithmic axis. FACT's error rises from below one to "
-        "several percent with depth and is larger with batches of 128 than of 125. The error of "
-        "AGOP's power is below a millionth."))
+POWERS_FIGURE = Figure(
+    draw_powers,
+    "The cosine of AGOPˢ with W₁ᵀW₁ peaks at s = 1/L for every depth L: the ansatz has a "
+    "parameter that depends on the architecture. FACT has cosine 1 at every depth and nothing "
+    "to tune.",
+    "One line per depth from 2 to 6 over the power s. Each rises to one, with its peak marked "
+    "at one over the depth, and falls again. A horizontal line at one is FACT.")
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #c0056fcd
+SINGULAR_FIGURE = Figure(
+    draw_singular,
+    "After training every layer has the same five singular values, those of the product to the "
+    "power 1/L; before training they had nothing in common.",
+    "Five panels, one per depth. The five leading singular values of each layer are flat lines "
+    "across layers after training, and falling lines before.")
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #7a27a84f
+NOISE_FIGURE = Figure(
+    draw_noise,
+    "SGD at the minimum, worst layer. Minibatch noise moves FACT, the more the deeper the "
+    "network, and a last batch of 8 rows more than equal batches; it leaves the balance of the "
+    "layers, and so AGOP's power, alone.",
+    "Relative error over depth on a logarithmic axis. FACT's error rises from below one to "
+    "several percent with depth and is larger with batches of 128 than of 125. The error of "
+    "AGOP's power is below a millionth.")
+
+# %% ../../nbs/experiments/04_deep_linear.ipynb #3beebfb0
+figures = dict(powers=POWERS_FIGURE, singular=SINGULAR_FIGURE, noise=NOISE_FIGURE)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #458cbb33
 ON_HOST = "networks of twenty units in float64: a device would only wait for the next step"
 
+# %% ../../nbs/experiments/04_deep_linear.ipynb #df303291
+AROUND = 70 # small operations of a step, for each matrix
+
+def _noise_work(cfg: Config, L: int) -> Work:
+    "What SGD at the minimum asks of a machine."
+    steps = (SHAKES + 1) * len(cfg.noise) * BETWEEN + cfg.polish_steps
+    return Work(steps=10. * steps * AROUND * L, cpu_only=ON_HOST, double=True)
+
 # %% ../../nbs/experiments/04_deep_linear.ipynb #0df450c3
 def work(cfg: Config, unit: dict) -> Work:
     "What a unit asks of a machine."
-    L, per_epoch = unit["L"], math.ceil(cfg.n / cfg.batch)
-    around = 70 * L # small operations of a step
-    if "noise" in unit:
-        steps = (SHAKES + 1) * len(cfg.noise) * BETWEEN + cfg.polish_steps
-        return Work(steps=10. * steps * around, cpu_only=ON_HOST, double=True)
+    L = unit["L"]
+    if "noise" in unit: return _noise_work(cfg, L)
     inner = (L - 2) * cfg.width**2 + cfg.width * (cfg.d + cfg.c)
-    steps = unit["epochs"] * per_epoch
+    steps = unit["epochs"] * math.ceil(cfg.n / cfg.batch)
     gradients = 6. * inner * cfg.d # the product is multiplied from its narrow side
     return Work(2 * steps * gradients, 2 * cfg.polish_steps * gradients + 4e10 * L,
-                (steps + cfg.polish_steps) * around + 5e4 * L, 1e8)
+                (steps + cfg.polish_steps) * AROUND * L + 5e4 * L, 1e8)
 
 # %% ../../nbs/experiments/04_deep_linear.ipynb #7e15f7b1
 experiment = Experiment(

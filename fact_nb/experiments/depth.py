@@ -27,11 +27,10 @@ from ..lab.experiment import Output, in_grid, judge, require, settings
 from ..lab.needs import Work, training_work
 from ..lab.image_networks import BACKWARD, FORWARD, TITLES, Networks, candidates
 from ..lab.image_networks import image_sizes, images, legend_below, look_of, measure_on
-from ..lab.image_networks import network, on_device
-from ..lab.image_networks import recipe, require_known, score, shown, train_on
+from ..lab.image_networks import network, network_work, on_device, recipe, require_known
+from ..lab.image_networks import score, shown, train_on
 from ..lab.statistics import mean_estimate, share_estimate
 from ..lab.store import Result, StoredUnit
-from ..lab.image_networks import network_work
 from ..linalg import cosine, pearson, rel_err
 from ..networks.report import Layer
 from ..networks.training import Recipe, Training, stable_rank
@@ -76,27 +75,35 @@ def polishing(cfg: Config, seed: int) -> Recipe:
 EQUALITIES = FORWARD[:2] + BACKWARD[:2] # FACT and its root, on both sides
 
 # %% ../../nbs/experiments/02_depth.ipynb #523ba87b
-def relative_error(name: str, # of a candidate
-                   N: Tensor, # what is to be predicted
-                   A: Tensor, # the prediction
-                  ) -> float:
+def relative_error(name: str, N: Tensor, A: Tensor) -> float: # the candidate A is to predict N
     "‖N − A‖/‖N‖ for the forms of FACT; for the others with the best factor before A."
     if name in EQUALITIES: return rel_err(N, A)
     return math.sqrt(max(0., 1 - cosine(N, A)**2))
 
+# %% ../../nbs/experiments/02_depth.ipynb #36c4af70
+Row = dict[str, Any] # one measurement
+
+def _compared(layer: Layer) -> Iterator[Row]:
+    "Every candidate on one layer, forward and backward."
+    for q, (N, A) in candidates(layer).items():
+        yield dict(quantity=q, pearson=pearson(N, A), error=relative_error(q, N, A))
+
 # %% ../../nbs/experiments/02_depth.ipynb #f8e3ec05
-def layer_rows(layers: dict[str, Layer], # by name, from input to output
-               stage: str, # when they were measured
-              ) -> list[dict[str, Any]]:
-    "Every candidate on every layer, forward and backward."
+def layer_rows(layers: dict[str, Layer], stage: str) -> list[Row]: # from input to output
+    "Every candidate on every layer, at one stage."
     rows = []
     for i, layer in enumerate(layers.values(), 1):
         common = dict(kind="layer", stage=stage, layer=i, output=i == len(layers),
                       rank=stable_rank(layer.nfm), rank_W=stable_rank(layer.W))
-        for q, (N, A) in candidates(layer).items():
-            found = dict(quantity=q, pearson=pearson(N, A), error=relative_error(q, N, A))
-            rows.append(common | found)
+        rows += [common | found for found in _compared(layer)]
     return rows
+
+# %% ../../nbs/experiments/02_depth.ipynb #f4762db6
+def _add_gradients(sums: dict[str, Tensor], net: nn.Module) -> None:
+    "Add the gradient of every weight matrix to its sum."
+    for k, p in net.named_parameters():
+        if p.ndim != 2 or p.grad is None: continue
+        sums[k] = sums[k].to(p.grad) + p.grad if k in sums else p.grad.clone()
 
 # %% ../../nbs/experiments/02_depth.ipynb #4b08817c
 class Window:
@@ -111,9 +118,7 @@ class Window:
     def __call__(self, net: nn.Module, step: int) -> None:
         if step <= self.after: return
         self.n += 1
-        for k, p in net.named_parameters():
-            if p.ndim != 2 or p.grad is None: continue
-            self.sums[k] = self.sums[k].to(p.grad) + p.grad if k in self.sums else p.grad.clone()
+        _add_gradients(self.sums, net)
 
     def mean(self, layer: str) -> Tensor: return self.sums[f"{layer}.weight"] / self.n
     def state_dict(self) -> dict: return dict(n=self.n, sums=self.sums)
@@ -121,25 +126,25 @@ class Window:
         self.n = state["n"]
         self.sums = state["sums"]
 
+# %% ../../nbs/experiments/02_depth.ipynb #6265a992
+def _near_zero(Z: Tensor) -> float:
+    "The share of entries that are zero to four digits."
+    return float((Z.abs() < 1e-4 * Z.abs().mean()).float().mean())
+
 # %% ../../nbs/experiments/02_depth.ipynb #029eb55e
 @torch.no_grad()
-def on_kinks(net: nn.Sequential,
-             X: Tensor, # inputs
-            ) -> list[float]: # one share a hidden layer
-    "The share of pre-activations that are zero to four digits."
+def on_kinks(net: nn.Sequential, X: Tensor) -> list[float]:
+    "The share of pre-activations on the kink, by hidden layer."
     shares = []
     for m in net:
         X = m(X)
         if not isinstance(m, nn.Linear): continue
-        near = X.abs() < 1e-4 * X.abs().mean()
-        shares.append(float(near.float().mean()))
+        shares.append(_near_zero(X))
     return shares[:-1]
 
 # %% ../../nbs/experiments/02_depth.ipynb #a178c721
-def through(win: Window,
-            layers: dict[str, Layer],
-           ) -> dict[str, Layer]:
-    "The same layers with the window's mean gradient in place of the last one."
+def through(win: Window, layers: dict[str, Layer]) -> dict[str, Layer]:
+    "The same layers with the window's mean gradient."
     forget = lambda held: {k: v for k, v in held.items() if not k.endswith("fact")}
     return {k: replace(e, G=win.mean(k), held=forget(e.held)) for k, e in layers.items()}
 
@@ -150,70 +155,85 @@ class Stage(NamedTuple):
     training: Training # the phase that ended here
     layers: dict[str, Layer] # what was measured
 
+# %% ../../nbs/experiments/02_depth.ipynb #c0e06021
+def _polish(
+    cfg: Config, seed: int, ctx: Context, data: Flat, net: nn.Module,
+) -> tuple[Training, Window]:
+    "Full-batch steps, and the window over the last ones."
+    win = Window(after=cfg.polish - cfg.window)
+    return train_on(net, data, polishing(cfg, seed), ctx, [win], "polish.pt"), win
+
 # %% ../../nbs/experiments/02_depth.ipynb #2376748a
-def stages(cfg: Config,
-           seed: int,
-           ctx: Context,
-           data: Flat,
-           net: nn.Module, # trained in place, from one stage to the next
-          ) -> Iterator[Stage]:
+def stages(
+    cfg: Config, seed: int, ctx: Context, data: Flat,
+    net: nn.Module, # trained in place, from one stage to the next
+) -> Iterator[Stage]:
     "The network after training, after the polish, and read through the window."
     done = train_on(net, data, recipe(cfg, seed, cfg.schedule), ctx)
     yield Stage("sgd", done, measure_on(net, data, cfg.lam).entries)
     if not cfg.polish: return
-    win = Window(after=cfg.polish - cfg.window)
-    done = train_on(net, data, polishing(cfg, seed), ctx, [win], "polish.pt")
+    done, win = _polish(cfg, seed, ctx, data, net)
     layers = measure_on(net, data, cfg.lam).entries
     yield Stage("polish", done, layers)
     if not cfg.window: return
     yield Stage("window", done, through(win, layers))
 
 # %% ../../nbs/experiments/02_depth.ipynb #a2aa74d5
-def has_converged(accuracy: float, # on the training images
-                  loss_epoch: int | None, # the first that met the paper's test
-                  rank: float, # the least stable rank of a hidden layer's WᵀW
-                 ) -> bool:
-    "Does a network meet the guards of the ledger?"
+def has_converged(accuracy: float, loss_epoch: int | None, rank: float) -> bool:
+    "Do train accuracy, the epoch that met the paper's test and the least rank meet the guards?"
     return accuracy >= .99 and loss_epoch is not None and rank >= 2
 
-# %% ../../nbs/experiments/02_depth.ipynb #5d715a18
-def network_row(net: nn.Sequential,
-                data: Flat,
-                stage: Stage,
-                rank: float, # the least of its hidden layers
-                loss_epoch: int | None, # the first that met the paper's test
-               ) -> dict[str, Any]:
-    "Accuracies, losses and guards of a network."
+# %% ../../nbs/experiments/02_depth.ipynb #b60c9551
+def _scores(net: nn.Module, data: Flat) -> dict[str, float]:
+    "Accuracy and loss on the training images and on held-out ones."
     fit, held_out = score(net, data.X, data.Y), score(net, data.X_test, data.Y_test)
-    return dict(kind="network", stage=stage.name,
-                accuracy=fit["accuracy"], test_accuracy=held_out["accuracy"],
-                loss=fit["loss"], test_loss=held_out["loss"], loss_epoch=loss_epoch,
-                epochs=stage.training.recipe.epochs, steps=stage.training.step, least_rank=rank,
-                residual=stage.training.final["residual"], kinks=max(on_kinks(net, data.X)),
-                converged=has_converged(fit["accuracy"], loss_epoch, rank))
+    return dict(accuracy=fit["accuracy"], test_accuracy=held_out["accuracy"],
+                loss=fit["loss"], test_loss=held_out["loss"])
+
+# %% ../../nbs/experiments/02_depth.ipynb #5d715a18
+def network_row(
+    net: nn.Sequential, data: Flat, stage: Stage,
+    rank: float, # the least of its hidden layers
+    loss_epoch: int | None, # the first that met the paper's test
+) -> Row:
+    "Accuracies, losses and guards of a network."
+    scores, done = _scores(net, data), stage.training
+    return dict(kind="network", stage=stage.name, **scores, loss_epoch=loss_epoch,
+                epochs=done.recipe.epochs, steps=done.step, least_rank=rank,
+                residual=done.final["residual"], kinks=max(on_kinks(net, data.X)),
+                converged=has_converged(scores["accuracy"], loss_epoch, rank))
 
 # %% ../../nbs/experiments/02_depth.ipynb #a9209987
-def history_rows(s: Training) -> list[dict[str, Any]]:
-    "Loss and residual at the epochs at which the residual was looked at."
+def history_rows(s: Training) -> list[Row]:
+    "Loss and residual at the epochs that looked at the residual."
     seen = s.history[s.history.residual.notna()]
     return [dict(kind="history", stage="sgd", epoch=int(e.epoch), loss=e.loss, residual=e.residual)
             for e in seen.itertuples()]
+
+# %% ../../nbs/experiments/02_depth.ipynb #7a79c1cb
+def _stage_rows(net: nn.Sequential, data: Flat, stage: Stage, loss_epoch: int | None) -> list[Row]:
+    "The network at one stage, and its layers."
+    layers = layer_rows(stage.layers, stage.name)
+    rank = min(r["rank"] for r in layers if not r["output"])
+    return [network_row(net, data, stage, rank, loss_epoch), *layers]
+
+# %% ../../nbs/experiments/02_depth.ipynb #de83697f
+def _start(cfg: Config, unit: dict[str, Any], ctx: Context) -> tuple[Flat, nn.Sequential]:
+    "The images and the untrained network of a unit, on its device."
+    data = on_device(images(unit["dataset"], cfg.n), ctx.device)
+    d, c = data.X.shape[1], data.Y.shape[1]
+    return data, network(cfg, unit["dataset"], d, c, unit["seed"]).to(ctx.device)
 
 # %% ../../nbs/experiments/02_depth.ipynb #6ea78b5e
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One network."
     cfg = presets.get(unit["setting"], cfg) # paper and quick bring their own
-    data = on_device(images(unit["dataset"], cfg.n), ctx.device)
-    d, c = data.X.shape[1], data.Y.shape[1]
-    net = network(cfg, unit["dataset"], d, c, unit["seed"]).to(ctx.device)
+    data, net = _start(cfg, unit, ctx)
     rows, history = [], []
     for stage in stages(cfg, unit["seed"], ctx, data, net):
         if stage.name == "sgd":
-            loss_epoch = stage.training.loss_epoch
-            history = history_rows(stage.training)
-        layers = layer_rows(stage.layers, stage.name)
-        rank = min(r["rank"] for r in layers if not r["output"])
-        rows += [network_row(net, data, stage, rank, loss_epoch), *layers]
+            loss_epoch, history = stage.training.loss_epoch, history_rows(stage.training)
+        rows += _stage_rows(net, data, stage, loss_epoch)
     return Output(rows + history)
 
 # %% ../../nbs/experiments/02_depth.ipynb #526e654f
@@ -225,41 +245,33 @@ def units(cfg: Config) -> list[dict[str, Any]]:
     return own + small + large
 
 # %% ../../nbs/experiments/02_depth.ipynb #2dc3a2d7
-def at_stage(r: Result,
-             stage: str, # sgd, polish or window
-             setting: str, # own, quick or paper
-            ) -> pd.DataFrame:
+def at_stage(r: Result, stage: str, setting: str) -> pd.DataFrame:
     "The rows of a setting at a stage, or at the last one before it that was run."
     d = r.df[r.df.setting == setting]
-    there = set(d.stage)
-    last = next(s for s in (stage, "polish", "sgd") if s in there)
+    last = next(s for s in (stage, "polish", "sgd") if s in set(d.stage))
     return d[d.stage == last]
 
-# %% ../../nbs/experiments/02_depth.ipynb #ce9246ca
-def converged(r: Result,
-              stage: str = "window",
-              setting: str = "own",
-             ) -> pd.DataFrame: # rows of layers
-    "The layers of all networks that count."
-    d = at_stage(r, stage, setting)
+# %% ../../nbs/experiments/02_depth.ipynb #be14a9e8
+def _networks(d: pd.DataFrame, good: bool) -> pd.DataFrame:
+    "The rows of networks that have converged, or of those that have not."
     nets = d[d.kind == "network"]
-    good = nets[nets.converged.astype(bool)]
-    return d[d.kind == "layer"].merge(good[["dataset", "seed"]], on=["dataset", "seed"])
+    return nets[nets.converged.astype(bool) == good]
+
+# %% ../../nbs/experiments/02_depth.ipynb #ce9246ca
+def converged(r: Result, stage: str = "window", setting: str = "own") -> pd.DataFrame:
+    "The layers of all networks that count."
+    d, which = at_stage(r, stage, setting), ["dataset", "seed"]
+    return d[d.kind == "layer"].merge(_networks(d, good=True)[which], on=which)
 
 # %% ../../nbs/experiments/02_depth.ipynb #c45661fa
 def left_out(r: Result) -> str: # "" if all count
     "The networks that do not count, by name."
-    d = at_stage(r, "window", "own")
-    nets = d[d.kind == "network"]
-    bad = nets[~nets.converged.astype(bool)]
+    bad = _networks(at_stage(r, "window", "own"), good=False)
     return ", ".join(f"{b.dataset} seed {b.seed}" for b in bad.itertuples())
 
 # %% ../../nbs/experiments/02_depth.ipynb #d9dc3ef3
-def means(layers: pd.DataFrame, # of `converged`
-          value: str = "pearson", # or error
-          hidden: bool = False, # only hidden layers
-         ) -> pd.DataFrame: # index (dataset, layer), a column per candidate
-    "Mean over seeds of one number."
+def means(layers: pd.DataFrame, value: str = "pearson", hidden: bool = False) -> pd.DataFrame:
+    "Mean over seeds by data set and layer, all or hidden ones, a column per candidate."
     d = layers[~layers.output.astype(bool)] if hidden else layers
     return d.pivot_table(index=["dataset", "layer"], columns="quantity", values=value,
                          aggfunc="mean")
@@ -281,12 +293,8 @@ def own_sets(r: Result) -> list[str]:
     return sorted(set(r.df.dataset[r.df.setting == "own"]))
 
 # %% ../../nbs/experiments/02_depth.ipynb #46d0f1da
-def worst_layer(r: Result,
-                layers: pd.DataFrame, # of `converged`
-                name: str, # of a candidate
-                hidden: bool, # only hidden layers
-               ) -> WorstLayer:
-    "Over data sets and layers, of the means over seeds."
+def worst_layer(r: Result, layers: pd.DataFrame, name: str, hidden: bool) -> WorstLayer:
+    "Over data sets and layers, of the means over seeds of one candidate."
     if layers.dataset.nunique() < len(own_sets(r)): return WorstLayer(-1., math.inf)
     least = means(layers, "pearson", hidden)[name].min()
     largest = means(layers, "error", hidden)[name].max()
@@ -294,38 +302,40 @@ def worst_layer(r: Result,
 
 # %% ../../nbs/experiments/02_depth.ipynb #5a1eec99
 def deciding_units(r: Result) -> dict[str, list[StoredUnit]]: # by data set
-    "The networks that decide: at the paper's setting where there is one, else our own."
+    "Those at the paper's setting where there are any, else our own."
     own = {d: r.where(dataset=d, setting="own") for d in own_sets(r)}
     return {d: r.where(dataset=d, setting="paper") or units for d, units in own.items()}
 
 # %% ../../nbs/experiments/02_depth.ipynb #d1802418
-def deciding_layers(r: Result) -> pd.DataFrame: # rows of layers
+def deciding_layers(r: Result) -> pd.DataFrame:
     "The layers of the networks that decide."
     setting = {d: units[0].params["setting"] for d, units in deciding_units(r).items()}
     parts = [converged(r, "window", s).query("dataset == @d") for d, s in setting.items()]
     return pd.concat(parts)
 
 # %% ../../nbs/experiments/02_depth.ipynb #bdd79f27
-def worst_estimates(layers: pd.DataFrame, # of `deciding_layers`
-                    name: str, # of a candidate
-                   ) -> tuple[Estimate, ...]:
+def _worst_estimate(dataset: str, g: pd.DataFrame) -> Estimate: # g: rows of one candidate
+    "The correlation on the layer with the lowest mean, over seeds."
+    worst = g.groupby("layer").pearson.mean().idxmin()
+    name = f"{TITLES[dataset]}, layer {worst:.0f}: pearson"
+    return mean_estimate(name, g[g.layer == worst].pearson)
+
+# %% ../../nbs/experiments/02_depth.ipynb #79bcd77f
+def worst_estimates(layers: pd.DataFrame, name: str) -> tuple[Estimate, ...]: # of a candidate
     "The correlation on the worst layer of each data set, over seeds."
-    found = []
-    for d, g in layers[layers.quantity == name].groupby("dataset"):
-        worst = g.groupby("layer").pearson.mean().idxmin()
-        found.append(mean_estimate(f"{TITLES[d]}, layer {worst:.0f}: pearson",
-                                   g[g.layer == worst].pearson))
-    return tuple(found)
+    by_set = layers[layers.quantity == name].groupby("dataset")
+    return tuple(_worst_estimate(str(d), g) for d, g in by_set)
 
 # %% ../../nbs/experiments/02_depth.ipynb #dp0w0rd1
+def _setting_in_words(r: Result, units: list[StoredUnit]) -> str: # of one data set
+    paper = units[0].params["setting"] == "paper" or r.preset == "paper"
+    return "the paper's setting, no polish" if paper else "our own setting, after the polish"
+
+# %% ../../nbs/experiments/02_depth.ipynb #c1c56614
 def _settings_in_words(r: Result) -> str:
     "Which networks decide, data set by data set."
-    said = []
-    for d, units in deciding_units(r).items():
-        paper = units[0].params["setting"] == "paper" or r.preset == "paper"
-        how = "the paper's setting, no polish" if paper else "our own setting, after the polish"
-        said.append(f"{TITLES[d]} at {how}")
-    return ", ".join(said)
+    of = deciding_units(r)
+    return ", ".join(f"{TITLES[d]} at {_setting_in_words(r, units)}" for d, units in of.items())
 
 # %% ../../nbs/experiments/02_depth.ipynb #dp0w0rd2
 def _kinks(r: Result, name: str) -> str:
@@ -339,53 +349,69 @@ def _kinks(r: Result, name: str) -> str:
 def _all_deciding(r: Result) -> tuple[StoredUnit, ...]:
     return tuple(u for units in deciding_units(r).values() for u in units)
 
+# %% ../../nbs/experiments/02_depth.ipynb #e48c1199
+def _own_worst(r: Result, name: str, hidden: bool) -> dict[str, WorstLayer]: # by stage
+    "The worst layer of our own networks at each stage."
+    return {s: worst_layer(r, converged(r, s), name, hidden) for s in ("window", "polish", "sgd")}
+
+# %% ../../nbs/experiments/02_depth.ipynb #c7a569a3
+def _high_in_words(r: Result, found: WorstLayer, own: Mapping[str, WorstLayer]) -> str:
+    return (f"{_settings_in_words(r)}: pearson {found} on every layer; all our own networks: "
+            f"{own['window']} averaged over the last steps of the polish, {own['polish']} at its "
+            f"last point, {own['sgd']} without it")
+
 # %% ../../nbs/experiments/02_depth.ipynb #ff64acf5
-def judge_high(r: Result,
-               name: str = "FACT",
-               hidden: bool = False,
-               id: str = "depth-fact-high",
-              ) -> Judgement:
+def judge_high(
+    r: Result, name: str = "FACT", hidden: bool = False, id: str = "depth-fact-high",
+) -> Judgement:
     "Are the bounds met on every layer of the networks that decide?"
-    layers, small = deciding_layers(r), {s: converged(r, s) for s in ("window", "polish", "sgd")}
+    layers, own, out = deciding_layers(r), _own_worst(r, name, hidden), left_out(r)
     found = worst_layer(r, layers, name, hidden)
-    of = {s: worst_layer(r, d, name, hidden) for s, d in small.items()}
-    ours = (f"{_settings_in_words(r)}: pearson {found} on every layer; all our own networks: "
-            f"{of['window']} averaged over the last steps of the polish, {of['polish']} at its "
-            f"last point, {of['sgd']} without it")
-    out = left_out(r)
-    return judge(found.meets_bounds(id), ours,
-                 change="" if of["polish"].meets_bounds(id) else _kinks(r, name),
+    return judge(found.meets_bounds(id), _high_in_words(r, found, own),
+                 change="" if own["polish"].meets_bounds(id) else _kinks(r, name),
                  note=f"not converged, left out: {out}" if out else "",
                  units=_all_deciding(r), estimates=worst_estimates(layers, name))
 
 # %% ../../nbs/experiments/02_depth.ipynb #0b0d359d
-def wins(layers: pd.DataFrame, # of `converged`
-         ours: str, # a form of FACT
-         other: str, # its rival
-        ) -> pd.Series: # by data set and hidden layer
+def wins(layers: pd.DataFrame, ours: str, other: str) -> pd.Series: # by data set, hidden layer
     "Where the mean difference over seeds is positive."
     m = means(layers, hidden=True)
     return m[ours] > m[other]
 
+# %% ../../nbs/experiments/02_depth.ipynb #2d4232ef
+Wins = dict[str, pd.Series] # by rival
+
+def _wins_in_words(won: Wins, before: Wins) -> str:
+    "The share of hidden layers won against each rival."
+    text = ", ".join(f"{o} {w.mean():.2f} ({before[o].mean():.2f})" for o, w in won.items())
+    return f"share of hidden layers won (on our own networks without polish and average): {text}"
+
+# %% ../../nbs/experiments/02_depth.ipynb #5326812d
+def _win_estimates(won: Wins, ours: str) -> tuple[Estimate, ...]:
+    "The same shares with their intervals."
+    return tuple(share_estimate(f"{ours} above {o}", int(w.sum()), len(w), "hidden layers")
+                 for o, w in won.items())
+
+# %% ../../nbs/experiments/02_depth.ipynb #f066151e
+def _note_on_average(r: Result, ours: str) -> str:
+    "Which networks decide, and what is averaged there."
+    return f"{_settings_in_words(r)}; there {ours} is averaged over steps and its rivals are not"
+
 # %% ../../nbs/experiments/02_depth.ipynb #de14f0ca
-def judge_beats(r: Result,
-                ours: str, # a form of FACT
-                others: tuple[str, ...], # the rivals that count
-                extra: tuple[str, ...] = (), # rivals that are stated and do not count
-                id: str = "depth-fact-beats-nfa",
-               ) -> Judgement:
+def judge_beats(
+    r: Result,
+    ours: str, # a form of FACT
+    others: tuple[str, ...], # the rivals that count
+    extra: tuple[str, ...] = (), # rivals that are stated and do not count
+    id: str = "depth-fact-beats-nfa",
+) -> Judgement:
     "Is FACT ahead on four fifths of the hidden layers, against each rival?"
     layers, plain = deciding_layers(r), converged(r, "sgd")
     if layers.empty or plain.empty: return judge(False, "no network has converged")
-    won = {o: wins(layers, ours, o) for o in others + extra}
-    before = {o: wins(plain, ours, o).mean() for o in others + extra}
-    text = ", ".join(f"{o} {w.mean():.2f} ({before[o]:.2f})" for o, w in won.items())
-    estimates = [share_estimate(f"{ours} above {o}", int(w.sum()), len(w), "hidden layers")
-                 for o, w in won.items()]
+    won, before = ({o: wins(d, ours, o) for o in others + extra} for d in (layers, plain))
     return judge(min(won[o].mean() for o in others) >= threshold(id, "share"),
-                 "share of hidden layers won (on our own networks without polish and average): "
-                 f"{text}", f"{_settings_in_words(r)}; there {ours} is averaged over steps and its "
-                 "rivals are not", units=_all_deciding(r), estimates=tuple(estimates))
+                 _wins_in_words(won, before), _note_on_average(r, ours),
+                 units=_all_deciding(r), estimates=_win_estimates(won, ours))
 
 # %% ../../nbs/experiments/02_depth.ipynb #8dcb572a
 def judge_beats_nfa(r: Result) -> Judgement: return judge_beats(r, "FACT", ("AGOP", "AGOP^½"))
@@ -402,26 +428,39 @@ def judge_backward(r: Result) -> Judgement:
     return replace(top, verdict=top.verdict if ahead.verdict == HOLDS else DIFFERS,
                    ours=f"{top.ours}; {ahead.ours}", estimates=top.estimates + ahead.estimates)
 
+# %% ../../nbs/experiments/02_depth.ipynb #09c3f01a
+def _paper_first(nets: pd.DataFrame) -> pd.DataFrame:
+    "The networks at the paper's own setting, or all where there are none."
+    paper = nets[nets.setting == "paper"]
+    return paper if len(paper) else nets
+
 # %% ../../nbs/experiments/02_depth.ipynb #2ad43591
 def tested(r: Result) -> dict[str, pd.DataFrame]: # data set → one row a network
-    "The networks that the paper's test is judged by: at its own setting where it was run."
+    "The networks that the paper's test is judged by."
     nets = r.df[(r.df.kind == "network") & (r.df.stage == "sgd")]
-    of = {k: nets[nets.dataset == k] for k in ("mnist", "cifar10")}
-    at_paper = {k: d[d.setting == "paper"] for k, d in of.items()}
-    return {k: at_paper[k] if len(at_paper[k]) else d for k, d in of.items()}
+    return {k: _paper_first(nets[nets.dataset == k]) for k in ("mnist", "cifar10")}
+
+# %% ../../nbs/experiments/02_depth.ipynb #798fb9a3
+def _test_in_words(d: pd.DataFrame) -> str: # networks of one data set
+    "The epochs that met the paper's test, and how many there were."
+    met = ["never" if math.isnan(e) else f"{e:.0f}" for e in d.loss_epoch.astype(float)]
+    return f"epoch {', '.join(met)} of {d.epochs.iloc[0]:.0f}"
+
+# %% ../../nbs/experiments/02_depth.ipynb #c143743e
+def _subset_change(r: Result, of: Mapping[str, pd.DataFrame]) -> str: # of: from `tested`
+    "Which data sets were only run at our own setting."
+    if r.preset == "paper": return ""
+    own = [k for k, d in of.items() if (d.setting != "paper").all()]
+    return f"{', '.join(own)} on a subset, with more epochs and a larger λ" if own else ""
 
 # %% ../../nbs/experiments/02_depth.ipynb #c175b180
 def judge_test(r: Result) -> Judgement | None:
     "Did every network meet the paper's test? Nothing is said without both data sets."
     of = tested(r)
     if any(d.empty for d in of.values()): return None
-    epoch = lambda e: "never" if math.isnan(e) else f"{e:.0f}"
-    when = {k: ", ".join(map(epoch, d.loss_epoch.astype(float))) for k, d in of.items()}
-    ours = "; ".join(f"{k}: epoch {when[k]} of {d.epochs.iloc[0]:.0f}" for k, d in of.items())
-    own = [k for k, d in of.items() if (d.setting != "paper").all() and r.preset != "paper"]
-    change = f"{', '.join(own)} on a subset, with more epochs and a larger λ" if own else ""
-    return judge(all(d.loss_epoch.notna().all() for d in of.values()), ours, change=change,
-                 units=_all_deciding(r))
+    ours = "; ".join(f"{k}: {_test_in_words(d)}" for k, d in of.items())
+    return judge(all(d.loss_epoch.notna().all() for d in of.values()), ours,
+                 change=_subset_change(r, of), units=_all_deciding(r))
 
 # %% ../../nbs/experiments/02_depth.ipynb #5803c9ba
 APPENDIX = dict(epochs=200, momentum=.9, lr=.1, schedule="cosine", lam=1e-4, batch=64, width=1024,
@@ -447,42 +486,47 @@ def sizes(config: Mapping[str, Any], unit: Mapping[str, Any]) -> dict[str, float
     return image_sizes(settings(presets[other]) if other in presets else config, unit)
 
 # %% ../../nbs/experiments/02_depth.ipynb #e07225cd
-def spread_by_layer(d: pd.DataFrame, # rows of layers
-                    value: str, # pearson or error
-                   ) -> pd.DataFrame: # index (dataset, quantity, layer); mean, below, above
-    "Mean over seeds, and the distance to the smallest and to the largest."
+def spread_by_layer(d: pd.DataFrame, value: str) -> pd.DataFrame: # mean, below, above
+    "Mean over seeds by data set, quantity and layer, and how far the extremes are from it."
     g = d.groupby(["dataset", "quantity", "layer"])[value]
     mean = g.mean()
     return pd.DataFrame(dict(mean=mean, below=mean - g.min(), above=g.max() - mean))
 
 # %% ../../nbs/experiments/02_depth.ipynb #d882dc87
-def draw_line(ax: plt.Axes,
-              table: pd.DataFrame, # of `spread_by_layer`
-              which: tuple[str, str], # data set, quantity
-              label: str,
-              **kw: Any, # colour, marker, dash
-             ) -> None:
+def draw_line(
+    ax: plt.Axes,
+    table: pd.DataFrame, # of `spread_by_layer`
+    which: tuple[str, str], # data set, quantity
+    label: str,
+    **kw: Any, # colour, marker, dash
+) -> None:
     "One candidate by layer, with the range of its seeds."
     d = table.loc[which]
     ax.errorbar(d.index, d["mean"], yerr=[d.below, d.above], label=label, capsize=2, **kw)
 
+# %% ../../nbs/experiments/02_depth.ipynb #c80b8667
+def _layer_panel(ax: plt.Axes, table: pd.DataFrame, k: str, names: tuple[str, ...]) -> None:
+    "One data set: a line a candidate, and a grey line before the output layer."
+    for q in names:
+        draw_line(ax, table, (k, q), q, **look_of(q))
+    depths = sorted(set(table.loc[k].index.get_level_values("layer")))
+    ax.axvline(depths[-1] - .5, color="grey", lw=.8, ls=":")
+    ax.set(title=TITLES[k], xlabel="layer (last: output)", xticks=depths)
+
 # %% ../../nbs/experiments/02_depth.ipynb #7649b303
-def draw_by_layer(layers: pd.DataFrame, # of `converged`
-                  names: tuple[str, ...], # candidates
-                  value: str, # pearson or error
-                  ylabel: str,
-                 ) -> plt.Figure:
+def draw_by_layer(
+    layers: pd.DataFrame, # of `converged`
+    names: tuple[str, ...], # candidates
+    value: str, # pearson or error
+    ylabel: str,
+) -> plt.Figure:
     "One panel a data set, one line a candidate."
     table, sets = spread_by_layer(layers, value), shown(layers)
     with style():
         fig, axes = plt.subplots(1, max(1, len(sets)), figsize=(WIDTH, 3.2), sharey=True,
                                  squeeze=False)
         for ax, k in zip(axes[0], sets):
-            for q in names:
-                draw_line(ax, table, (k, q), q, **look_of(q))
-            depths = sorted(set(layers.layer[layers.dataset == k]))
-            ax.axvline(depths[-1] - .5, color="grey", lw=.8, ls=":")
-            ax.set(title=TITLES[k], xlabel="layer (last: output)", xticks=depths)
+            _layer_panel(ax, table, k, names)
         axes[0, 0].set_ylabel(ylabel)
         legend_below(fig)
     return fig
@@ -499,19 +543,24 @@ def draw_backward(r: Result) -> plt.Figure:
     ylabel = r"Pearson correlation with $WW^\top$"
     return draw_by_layer(converged(r), BACKWARD[:5], "pearson", ylabel)
 
+# %% ../../nbs/experiments/02_depth.ipynb #58598363
+def _add_stage(fig: plt.Figure, r: Result, stage: str, label: str, dash: str) -> None:
+    "FACT's error at a stage, in black, on every panel."
+    layers = converged(r, stage)
+    table = spread_by_layer(layers, "error")
+    for ax, k in zip(fig.axes, shown(converged(r))):
+        draw_line(ax, table, (k, "FACT"), label, color="black", marker="o", mfc="white", ms=4,
+                  ls=dash, lw=1)
+
 # %% ../../nbs/experiments/02_depth.ipynb #44968879
 def draw_errors(r: Result) -> plt.Figure:
     "Relative errors by layer: FACT at three moments, AGOP^½ and eNFA at their best scale."
-    after = converged(r)
-    fig = draw_by_layer(after, ("FACT", "AGOP^½", "eNFA"), "error",
+    fig = draw_by_layer(converged(r), ("FACT", "AGOP^½", "eNFA"), "error",
                         r"relative error for $W^\top W$")
-    more = {"FACT at the last point": ("polish", "--"), "FACT without the polish": ("sgd", ":")}
-    tables = {k: spread_by_layer(converged(r, stage), "error") for k, (stage, _) in more.items()}
     with style():
-        for ax, k in zip(fig.axes, shown(after)):
-            for label, (_, dash) in more.items():
-                draw_line(ax, tables[label], (k, "FACT"), label, color="black", marker="o",
-                          mfc="white", ms=4, ls=dash, lw=1)
+        _add_stage(fig, r, "polish", "FACT at the last point", "--")
+        _add_stage(fig, r, "sgd", "FACT without the polish", ":")
+        for ax in fig.axes:
             ax.set(yscale="log")
         legend_below(fig)
     return fig
@@ -522,22 +571,31 @@ def residuals_on_the_way(r: Result, setting: str) -> pd.DataFrame: # a column pe
     h = r.df[(r.df.kind == "history") & (r.df.setting == setting)]
     return h.pivot_table(index="epoch", columns=["dataset", "seed"], values="residual")
 
+# %% ../../nbs/experiments/02_depth.ipynb #fa9ee1b1
+def _candidates_panel(ax: plt.Axes, layers: pd.DataFrame) -> None:
+    "Correlations by layer; one line a candidate, whatever the data set."
+    table = spread_by_layer(layers.assign(dataset="all"), "pearson")
+    for q in FORWARD[:5]:
+        draw_line(ax, table, ("all", q), q, **look_of(q))
+    ax.set(xlabel="layer (last: output)", ylabel=r"Pearson correlation with $W^\top W$")
+    ax.legend(fontsize=7)
+
+# %% ../../nbs/experiments/02_depth.ipynb #a5a91b2b
+def _residual_panel(ax: plt.Axes, on_the_way: pd.DataFrame) -> None:
+    "FACT's error over the epochs, a line a network."
+    for net in on_the_way:
+        one = on_the_way[net].dropna()
+        ax.plot(one.index, one, color="black", marker="o", ms=3, lw=1)
+    ax.set(xlabel="epoch", ylabel="largest relative error of FACT", yscale="log")
+
 # %% ../../nbs/experiments/02_depth.ipynb #51e436ea
 def draw_paper(r: Result) -> plt.Figure:
     "The run at the paper's own setting: correlations by layer, and FACT's error over epochs."
     setting = "paper" if "paper" in set(r.df.setting) else "own"
-    layers = converged(r, "sgd", setting).assign(dataset="all") # one line a candidate
-    table, on_the_way = spread_by_layer(layers, "pearson"), residuals_on_the_way(r, setting)
     with style():
         fig, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2))
-        for q in FORWARD[:5]:
-            draw_line(left, table, ("all", q), q, **look_of(q))
-        left.set(xlabel="layer (last: output)", ylabel=r"Pearson correlation with $W^\top W$")
-        left.legend(fontsize=7)
-        for net in on_the_way:
-            one = on_the_way[net].dropna()
-            right.plot(one.index, one, color="black", marker="o", ms=3, lw=1)
-        right.set(xlabel="epoch", ylabel="largest relative error of FACT", yscale="log")
+        _candidates_panel(left, converged(r, "sgd", setting))
+        _residual_panel(right, residuals_on_the_way(r, setting))
     return fig
 
 # %% ../../nbs/experiments/02_depth.ipynb #6d0046b7

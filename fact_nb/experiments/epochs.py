@@ -8,6 +8,7 @@ __all__ = ['ROOT', 'BROOT', 'experiment', 'gradient_pairs', 'null_roots', 'with_
            'curve_table', 'line_style', 'draw_curves_by_layer', 'draw_forward_curves', 'draw_backward_curves']
 
 # %% ../../nbs/experiments/03_epochs.ipynb #166b4d14
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,12 +26,12 @@ from ..lab.experiment import NOT_RUN, Context, Estimate, Experiment, Figure, Jud
 from ..lab.experiment import in_grid, judge, require
 from ..lab.image_networks import BACKWARD, FORWARD, Networks, RowsByEpoch, image_sizes
 from ..lab.image_networks import candidates, images, legend_below, listed, look_of, measure_on
-from ..lab.image_networks import network, on_device, recipe, require_known, score, train_on
+from ..lab.image_networks import network, network_work, on_device, recipe, require_known
+from ..lab.image_networks import score, train_on
 from ..lab.marks import size_gaps
 from ..lab.statistics import mean_estimate
 from ..lab.store import Result, StoredUnit
 from ..lab.needs import Work
-from ..lab.image_networks import network_work
 from ..linalg import pearson, rel_err
 from ..networks.quantities import bfact, fact, row_basis, variants
 from ..networks.report import Layer
@@ -63,71 +64,84 @@ class Config(Networks):
 presets = dict(
     quick=Config(datasets=("digits",), seeds=1, n=300, width=40, hidden=3, epochs=300, lr=.3,
                  lam=1e-3, looks=20),
-    cpu=Config(at_quick=("digits",), seeds=3, n=2000, width=128, width_cifar10=128, epochs=1000,
-               lam=3e-4),
+    cpu=Config(at_quick=("digits",), seeds=3, n=2000, width=128, width_cifar10=128,
+               epochs=1000, lam=3e-4),
     paper=Config(control_seeds=5))
 
 # %% ../../nbs/experiments/03_epochs.ipynb #02579d68
-def gradient_pairs(net: nn.Module,
-                   data: Flat,
-                   names: list[str], # of layers
-                  ) -> dict[str, tuple[Tensor, Tensor]]: # layer → (g: n × d', h: n × d)
-    "Each sample's loss gradient at a layer's output, and the layer's input."
-    hs: dict[str, Tensor] = {}
-    zs: dict[str, Tensor] = {}
+Kept = dict[str, Tensor] # by layer
+
+def _watched(net: nn.Module, X: Tensor, names: list[str]) -> tuple[Tensor, Kept, Kept]:
+    "The output of a network, and on the way the inputs and outputs of some layers."
+    hs: Kept = {}
+    zs: Kept = {}
     def keep(name: str, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         hs[name] = inputs[0].detach()
         zs[name] = output
     hooks = [net.get_submodule(k).register_forward_hook(lambda m, i, o, k=k: keep(k, i, o))
              for k in names]
-    loss = F.mse_loss(net(data.X), data.Y) * len(data.X)
+    out = net(X)
     for hook in hooks:
         hook.remove()
+    return out, hs, zs
+
+# %% ../../nbs/experiments/03_epochs.ipynb #ded3c692
+def gradient_pairs(
+    net: nn.Module, data: Flat, names: list[str],
+) -> dict[str, tuple[Tensor, Tensor]]: # layer → (g: n × d', h: n × d)
+    "Each sample's loss gradient at a layer's output, and the layer's input."
+    out, hs, zs = _watched(net, data.X, names)
+    loss = F.mse_loss(out, data.Y) * len(data.X)
     gs = torch.autograd.grad(loss, [zs[k] for k in names])
     return {k: (g, hs[k]) for k, g in zip(names, gs)}
 
-# %% ../../nbs/experiments/03_epochs.ipynb #42a1bc7e
-def null_roots(W: Tensor, # d' × d
-               g: Tensor, # n × d', gradients at the output
-               h: Tensor, # n × d, inputs
-               seed: int, # of the pairing
-              ) -> tuple[Tensor, Tensor]: # d × d, d' × d', up to a factor
-    "√(FACT·FACTᵀ) and √(bFACT·bFACTᵀ) with every gradient paired with another sample's input."
+# %% ../../nbs/experiments/03_epochs.ipynb #bc98da47
+def _wrongly_paired(g: Tensor, h: Tensor, seed: int) -> Tensor: # n × d', n × d -> d' × d
+    "The mean outer product of every gradient with another sample's input."
     order = torch.randperm(len(h), generator=torch.Generator().manual_seed(seed)).to(h.device)
-    G = g.T @ h[order] / len(h)
+    return g.T @ h[order] / len(h)
+
+# %% ../../nbs/experiments/03_epochs.ipynb #42a1bc7e
+def null_roots(W: Tensor, g: Tensor, h: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    "√(FACT·FACTᵀ) and √(bFACT·bFACTᵀ) of wrong pairs, up to a factor."
+    G = _wrongly_paired(g, h, seed)
     right = variants("FACT", fact(W, G, 1.), Q=row_basis(W))["√(FACT·FACTᵀ)"]
     left = variants("bFACT", bfact(W, G, 1.))["√(bFACT·bFACTᵀ)"]
     return right, left
 
 # %% ../../nbs/experiments/03_epochs.ipynb #cb04df6c
-def with_nulls(layer: Layer,
-               g: Tensor, # n × d'
-               h: Tensor, # n × d
-               seed: int, # of the pairing
-              ) -> dict[str, tuple[Tensor, Tensor]]: # name → (N, its prediction)
-    "The candidates, and behind them the null of each root."
+def with_nulls(layer: Layer, g: Tensor, h: Tensor, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    "The candidates, and behind them the null of each root, with what each is to predict."
     null, bnull = null_roots(layer.W, g, h, seed)
     return candidates(layer) | dict(null=(layer.nfm, null), bnull=(layer.bnfm, bnull))
 
-# %% ../../nbs/experiments/03_epochs.ipynb #5a0516ee
-def look_rows(net: nn.Module,
-              data: Flat,
-              lam: float,
-              epoch: int,
-              layers: int, # look at the first so many
-             ) -> list[dict[str, Any]]:
-    "All candidates on the first layers, with the null."
-    rep, rows = measure_on(net, data, lam), []
+# %% ../../nbs/experiments/03_epochs.ipynb #d904faad
+Row = dict[str, Any] # one measurement
+
+def _compared(layer: Layer, g: Tensor, h: Tensor, seed: int) -> Iterator[Row]:
+    "Every candidate and null on one layer."
+    for q, (N, A) in with_nulls(layer, g, h, seed).items():
+        error = dict(error=rel_err(N, A)) if q in ("FACT", "bFACT") else {}
+        yield dict(quantity=q, pearson=pearson(N, A)) | error
+
+# %% ../../nbs/experiments/03_epochs.ipynb #0ccfbdbd
+def _moment(net: nn.Module, data: Flat, epoch: int) -> Row:
+    "Loss and accuracies of a network at an epoch."
     fit = score(net, data.X, data.Y)
     held_out = score(net, data.X_test[:2000], data.Y_test[:2000])
-    common = dict(epoch=epoch, loss=fit["loss"], accuracy=fit["accuracy"],
-                  test_accuracy=held_out["accuracy"])
+    return dict(epoch=epoch, loss=fit["loss"], accuracy=fit["accuracy"],
+                test_accuracy=held_out["accuracy"])
+
+# %% ../../nbs/experiments/03_epochs.ipynb #5a0516ee
+def look_rows(
+    net: nn.Module, data: Flat, lam: float, epoch: int,
+    layers: int, # look at the first so many
+) -> list[Row]:
+    "All candidates on the first layers, with the null."
+    rep, common = measure_on(net, data, lam), _moment(net, data, epoch)
     pairs = gradient_pairs(net, data, rep.layers[:layers])
-    for i, (k, (g, h)) in enumerate(pairs.items(), 1):
-        for q, (N, A) in with_nulls(rep[k], g, h, seed=epoch).items():
-            row = common | dict(layer=i, quantity=q, pearson=pearson(N, A))
-            rows.append(row | dict(error=rel_err(N, A)) if q in ("FACT", "bFACT") else row)
-    return rows
+    return [common | dict(layer=i) | row for i, (k, (g, h)) in enumerate(pairs.items(), 1)
+            for row in _compared(rep[k], g, h, seed=epoch)]
 
 # %% ../../nbs/experiments/03_epochs.ipynb #ce926061
 class Look(RowsByEpoch):
@@ -138,40 +152,48 @@ class Look(RowsByEpoch):
         self.data = data
         self.at = {round(x) for x in np.linspace(0, cfg.epochs, cfg.looks + 1)}
 
-    def rows_at(self, net: nn.Module, epoch: int) -> list[dict[str, Any]]:
+    def rows_at(self, net: nn.Module, epoch: int) -> list[Row]:
         if epoch not in self.at: return []
         return look_rows(net, self.data, self.cfg.lam, epoch, self.cfg.layers)
+
+# %% ../../nbs/experiments/03_epochs.ipynb #b001ca5c
+def _start(cfg: Config, unit: dict[str, Any], ctx: Context) -> tuple[Flat, nn.Sequential]:
+    "The images and the untrained network of a unit, on its device."
+    data = on_device(images(unit["dataset"], cfg.n), ctx.device)
+    d, c = data.X.shape[1], data.Y.shape[1]
+    return data, network(cfg, unit["dataset"], d, c, unit["seed"]).to(ctx.device)
 
 # %% ../../nbs/experiments/03_epochs.ipynb #96279b1d
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "Train one network, looking on."
     small = unit["schedule"] == "quick"
-    cfg = presets["quick"] if small else cfg
-    schedule = "cosine" if small else unit["schedule"]
-    data = on_device(images(unit["dataset"], cfg.n), ctx.device)
-    d, c = data.X.shape[1], data.Y.shape[1]
-    net = network(cfg, unit["dataset"], d, c, unit["seed"]).to(ctx.device)
+    cfg, schedule = (presets["quick"], "cosine") if small else (cfg, unit["schedule"])
+    data, net = _start(cfg, unit, ctx)
     look = Look(cfg, data)
     s = train_on(net, data, recipe(cfg, unit["seed"], schedule), ctx, [look])
     final = dict(loss_epoch=s.loss_epoch, collapse=s.final["collapse"])
     return Output([r | dict(share=r["epoch"] / cfg.epochs) | final for r in look.rows])
 
+# %% ../../nbs/experiments/03_epochs.ipynb #02796507
+def _every(schedule: str, seeds: int, sets: tuple[str, ...]) -> list[dict[str, Any]]:
+    "A unit for every seed and data set."
+    return [dict(dataset=d, schedule=schedule, seed=s) for s in range(seeds) for d in sets]
+
 # %% ../../nbs/experiments/03_epochs.ipynb #70ee8939
 def units(cfg: Config) -> list[dict[str, Any]]:
-    "Every data set and seed under the cosine; the controls; what is run at the size of quick."
-    many = lambda schedule, seeds, sets: [dict(dataset=d, schedule=schedule, seed=s)
-                                          for s in range(seeds) for d in sets]
-    return (many("cosine", cfg.seeds, cfg.datasets)
-            + many("constant", cfg.control_seeds, cfg.datasets)
-            + many("quick", 1, cfg.at_quick))
+    "The networks under the cosine; the controls; what is run at the size of quick."
+    return (_every("cosine", cfg.seeds, cfg.datasets)
+            + _every("constant", cfg.control_seeds, cfg.datasets)
+            + _every("quick", 1, cfg.at_quick))
+
+# %% ../../nbs/experiments/03_epochs.ipynb #ba41e8a8
+def _rows_of(r: Result, quantity: str, schedule: str = "cosine") -> pd.DataFrame:
+    return r.df[(r.df.quantity == quantity) & (r.df.schedule == schedule)]
 
 # %% ../../nbs/experiments/03_epochs.ipynb #bbe83dc7
-def curve(r: Result,
-          quantity: str,
-          schedule: str = "cosine", # or constant
-         ) -> pd.DataFrame: # index: share of training; a column per layer
-    "Mean correlation over seeds, by share of training and layer."
-    d = r.df[(r.df.quantity == quantity) & (r.df.schedule == schedule)]
+def curve(r: Result, quantity: str, schedule: str = "cosine") -> pd.DataFrame:
+    "Mean correlation over seeds: a row a share of training, a column a layer."
+    d = _rows_of(r, quantity, schedule)
     return d.pivot_table(index="share", columns="layer", values="pearson", aggfunc="mean")
 
 # %% ../../nbs/experiments/03_epochs.ipynb #6b08df8f
@@ -182,10 +204,7 @@ class Finding(NamedTuple):
     note: str = ""
 
 # %% ../../nbs/experiments/03_epochs.ipynb #3d5190f9
-def early_median(r: Result,
-                 quantity: str,
-                 share: float, # of training
-                ) -> pd.Series: # by layer
+def early_median(r: Result, quantity: str, share: float) -> pd.Series: # by layer
     "The median correlation over the first part of training."
     c = curve(r, quantity)
     return c[c.index <= share].median()
@@ -210,15 +229,19 @@ def rise(r: Result, q: str) -> Rise:
     start, before, end = c.iloc[0], c[c.index <= .8].iloc[-1], c.iloc[-1]
     return Rise(end, (end - before) / (end - start))
 
+# %% ../../nbs/experiments/03_epochs.ipynb #7d15aa87
+def _ends_lower(r: Result, q: str, end: pd.Series) -> bool: # end: of the control
+    "Does the control end lower by .2 on every layer?"
+    return bool((end < rise(r, q).end - .2).all())
+
 # %% ../../nbs/experiments/03_epochs.ipynb #33677b5a
 def control_note(r: Result, q: str) -> str: # "" without a control
     "Where the curve ends at a constant learning rate, and what follows from it."
     c = curve(r, q, "constant")
     if not len(c): return ""
     end = c.iloc[-1]
-    lower = bool((end < rise(r, q).end - .2).all())
-    cause = "comes with the annealing" if lower else "does not need the annealing"
-    return f"at a constant learning rate it ends at {listed(end)}: the rise {cause}"
+    cause = "comes with" if _ends_lower(r, q, end) else "does not need"
+    return f"at a constant learning rate it ends at {listed(end)}: the rise {cause} the annealing"
 
 # %% ../../nbs/experiments/03_epochs.ipynb #6bf06a6e
 def late_jump(r: Result, q: str, id: str) -> Finding: # id: of the claim
@@ -242,31 +265,43 @@ class RootRead(NamedTuple):
         "Is the root above FACT by so much, and above the null?"
         return (self.root - self.plain >= gain) & (self.root > self.null)
 
+# %% ../../nbs/experiments/03_epochs.ipynb #1a593b12
+def _note_on_layers(ahead: pd.Series) -> str:
+    "Where the root is ahead, if that is on some layers only."
+    if ahead.all() or not ahead.any(): return ""
+    return "only on layer " + ", ".join(str(k) for k in ahead.index[ahead])
+
 # %% ../../nbs/experiments/03_epochs.ipynb #d3f7f29b
-def nontrivial(r: Result,
-               names: tuple[str, str, str], # FACT or bFACT, its symmetric root, its null
-               id: str, # of the claim
-              ) -> Finding:
+def nontrivial(r: Result, names: tuple[str, str, str], id: str) -> Finding:
     "Is the root's early median .2 above FACT's, and above the null's? On some layers is a change."
-    m = RootRead(*(early_median(r, k, .5) for k in names))
+    m = RootRead(*(early_median(r, k, .5) for k in names)) # FACT or bFACT, its root, its null
     ahead = m.ahead(threshold(id, "gain"))
     text = "; ".join(f"{k} {listed(s)}" for k, s in zip(names, m))
-    layers = ", ".join(str(k) for k in ahead.index[ahead])
-    note = "" if ahead.all() or not ahead.any() else f"only on layer {layers}"
-    return Finding(bool(ahead.any()), f"{text} (medians over the first half, by layer)", note)
+    return Finding(bool(ahead.any()), f"{text} (medians over the first half, by layer)",
+                   _note_on_layers(ahead))
 
 # %% ../../nbs/experiments/03_epochs.ipynb #46e03657
 def followed(r: Result) -> tuple[StoredUnit, ...]: return tuple(r.where(schedule="cosine"))
 
 # %% ../../nbs/experiments/03_epochs.ipynb #b92bb30b
+def _early_estimate(d: pd.DataFrame, q: str) -> Estimate: # d: rows of q
+    "The median over the first tenth, on the layer where it is highest."
+    early = d[d.share <= .1].groupby(["layer", "seed"]).pearson.median()
+    high = early.groupby("layer").mean().idxmax()
+    return mean_estimate(f"{q}, layer {high}: median over the first tenth", early[high])
+
+# %% ../../nbs/experiments/03_epochs.ipynb #7bda6b4c
+def _end_estimate(d: pd.DataFrame, q: str) -> Estimate:
+    "Where q ends, on the layer where that is lowest."
+    end = d[d.share == 1.].groupby(["layer", "seed"]).pearson.mean()
+    least = end.groupby("layer").mean().idxmin()
+    return mean_estimate(f"{q}, layer {least}: at the end", end[least])
+
+# %% ../../nbs/experiments/03_epochs.ipynb #f8545285
 def seed_estimates(r: Result, q: str) -> tuple[Estimate, ...]:
     "The highest early median and the lowest end of a quantity by layer, over seeds."
-    d = r.df[(r.df.quantity == q) & (r.df.schedule == "cosine")]
-    early = d[d.share <= .1].groupby(["layer", "seed"]).pearson.median()
-    end = d[d.share == 1.].groupby(["layer", "seed"]).pearson.mean()
-    high, least = early.groupby("layer").mean().idxmax(), end.groupby("layer").mean().idxmin()
-    return (mean_estimate(f"{q}, layer {high}: median over the first tenth", early[high]),
-            mean_estimate(f"{q}, layer {least}: at the end", end[least]))
+    d = _rows_of(r, q)
+    return _early_estimate(d, q), _end_estimate(d, q)
 
 # %% ../../nbs/experiments/03_epochs.ipynb #1184fefc
 def judge_low(r: Result) -> Judgement:
@@ -303,58 +338,74 @@ def judge_root(r: Result) -> Judgement:
     return judge(found.met, found.ours, "the null pairs each gradient with another sample's input",
                  change=found.note, units=followed(r), estimates=root_estimates(r))
 
+# %% ../../nbs/experiments/03_epochs.ipynb #8f1af788
+def _backward_findings(r: Result, id: str = "epochs-backward") -> dict[str, Finding]:
+    "The three criteria, asked of bFACT."
+    return dict(low=low(r, "bFACT", id), jump=late_jump(r, "bFACT", id),
+                root=nontrivial(r, ("bFACT", BROOT, "bnull"), id))
+
+# %% ../../nbs/experiments/03_epochs.ipynb #d14babb2
+def _notes_on(found: dict[str, Finding]) -> str:
+    "Which criteria are not met, and what each has to add."
+    failed = ", ".join(k for k, f in found.items() if not f.met) or "none"
+    return "; ".join([f"not met: {failed}", *(f.note for f in found.values() if f.note)])
+
 # %% ../../nbs/experiments/03_epochs.ipynb #df94e53b
 def judge_backward(r: Result) -> Judgement:
     "All three criteria for bFACT."
-    id = "epochs-backward"
-    found = dict(low=low(r, "bFACT", id), jump=late_jump(r, "bFACT", id),
-                 root=nontrivial(r, ("bFACT", BROOT, "bnull"), id))
-    failed = ", ".join(k for k, f in found.items() if not f.met) or "none"
-    notes = [f"not met: {failed}", *(f.note for f in found.values() if f.note)]
-    j = judge(all(f.met for f in found.values()), "; ".join(f.ours for f in found.values()),
-              "; ".join(notes), units=followed(r), estimates=seed_estimates(r, "bFACT"))
+    found = _backward_findings(r)
+    each = found.values()
+    j = judge(all(f.met for f in each), "; ".join(f.ours for f in each), _notes_on(found),
+              units=followed(r), estimates=seed_estimates(r, "bFACT"))
     return at_size(r, j)
 
 # %% ../../nbs/experiments/03_epochs.ipynb #21f1df92
 judges = {"epochs-fact-low": judge_low, "epochs-fact-jump": judge_jump,
           "epochs-sqrt-nontrivial": judge_root, "epochs-backward": judge_backward}
 
-# %% ../../nbs/experiments/03_epochs.ipynb #71a7966a
-def curve_table(r: Result,
-                names: tuple[str, ...], # candidates; the first is the form of FACT
-                null: str, # null or bnull
-               ) -> pd.DataFrame: # index: line, percent; a column per layer
-    "Every line of the figure."
+# %% ../../nbs/experiments/03_epochs.ipynb #1295392c
+def _lines(r: Result, names: tuple[str, ...], null: str) -> dict[str, pd.DataFrame]: # by name
+    "The candidates, the null and the control, of which some may be empty."
     control = f"{names[0]}, constant rate"
     lines = {q: curve(r, q) for q in names}
-    lines |= {"null of the root": curve(r, null), control: curve(r, names[0], "constant")}
+    return lines | {"null of the root": curve(r, null), control: curve(r, names[0], "constant")}
+
+# %% ../../nbs/experiments/03_epochs.ipynb #71a7966a
+def curve_table(
+    r: Result,
+    names: tuple[str, ...], # candidates; the first is the form of FACT
+    null: str, # null or bnull
+) -> pd.DataFrame: # index: line, percent; a column per layer
+    "Every line of the figure."
+    lines = _lines(r, names, null)
     percent = {k: c.set_axis(100 * c.index) for k, c in lines.items() if len(c)}
     return pd.concat(percent, names=["line", "percent"])
 
 # %% ../../nbs/experiments/03_epochs.ipynb #86f252bd
-def line_style(line: str, # of `curve_table`
-               names: tuple[str, ...], # the candidates
-              ) -> dict[str, Any]: # for plt.plot
-    "How a line is drawn."
+def line_style(line: str, names: tuple[str, ...]) -> dict[str, Any]: # for plt.plot
+    "How a line of `curve_table` is drawn."
     if line in names: return dict(markevery=5) | look_of(line) | dict(markersize=3.5)
     if line == "null of the root": return dict(color="grey", ls=":")
     return dict(color=look_of(names[0])["color"], lw=.8, ls="-.")
 
+# %% ../../nbs/experiments/03_epochs.ipynb #1793970b
+def _layer_panel(ax: plt.Axes, lines: pd.Series, names: tuple[str, ...]) -> None:
+    "One layer; the lines are a column of `curve_table`."
+    for line, d in lines.groupby("line", sort=False):
+        ax.plot(d.droplevel("line"), label=line, **line_style(line, names))
+    ax.set(title=f"layer {lines.name}", xlabel="% of training", ylim=(-.15, 1.05))
+
 # %% ../../nbs/experiments/03_epochs.ipynb #eccf60e0
-def draw_curves_by_layer(r: Result,
-                         names: tuple[str, ...], # candidates
-                         null: str, # null or bnull
-                         ylabel: str,
-                        ) -> plt.Figure:
+def draw_curves_by_layer(
+    r: Result, names: tuple[str, ...], null: str, ylabel: str,
+) -> plt.Figure:
     "Correlations over training, one panel a layer."
     table = curve_table(r, names, null)
     with style():
         fig, axes = plt.subplots(1, len(table.columns), figsize=(WIDTH, 3.), sharey=True,
                                  squeeze=False)
         for ax, layer in zip(axes[0], table):
-            for line, d in table[layer].groupby("line", sort=False):
-                ax.plot(d.droplevel("line"), label=line, **line_style(line, names))
-            ax.set(title=f"layer {layer}", xlabel="% of training", ylim=(-.15, 1.05))
+            _layer_panel(ax, table[layer], names)
         axes[0, 0].set_ylabel(ylabel)
         legend_below(fig, ncols=4)
     return fig

@@ -12,6 +12,7 @@ __all__ = ['LOOKED', 'NFA_AT_FOUR', 'experiment', 'kernel_weight', 'smaller_pari
 # %% ../../nbs/experiments/05_parity.ipynb #e62bef5a
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import comb, tanh
 from typing import Any, Mapping, NamedTuple
 
@@ -19,12 +20,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.image import AxesImage
 
 from ..data.synthetic import Parity, sparse_parity
 from ..figures import WIDTH, look, style
 from ..lab.claims import threshold
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
 from ..lab.marks import resting_on
 from ..lab.needs import Work, fit_work
 from ..lab.parities import draw_on_support, follow, parity_on
@@ -81,14 +83,7 @@ def _check(c: Config) -> None:
     methods = c.methods + c.methods_large
     require(set(methods) <= set(METHODS),
             f"methods must be among {', '.join(METHODS)}, they are {', '.join(methods)}")
-    ridges = (c.ridge, *c.ridges, *c.later_ridges)
-    require(all(r >= 0 for r in ridges), "ridges must not be negative")
-    require(min(c.bandwidth, c.memory) > 0, "bandwidth and memory must be positive")
-    counts = (*c.ns, *c.need_ns, c.n_test, c.iters, c.iters_large, c.later, c.need_iters,
-              c.seeds, c.seeds_large, c.d)
-    require(min(counts) >= 1,
-            "ns, need_ns, n_test, iters, later, need_iters, seeds and d must be at least 1")
-    require(c.need_d >= 4, f"need_d must be at least 4, it is {c.need_d}")
+    _check_numbers(c)
 
 # %% ../../nbs/experiments/05_parity.ipynb #32c782c9
 def _check_tasks(c: Config) -> None:
@@ -101,6 +96,17 @@ def _check_tasks(c: Config) -> None:
     require(set(c.scan_ks + c.later_ks) <= set(c.ks),
             f"scan_ks and later_ks must be among ks = {c.ks}")
 
+# %% ../../nbs/experiments/05_parity.ipynb #f966e505
+def _check_numbers(c: Config) -> None:
+    "Each number by itself."
+    require(min(c.ridge, *c.ridges, *c.later_ridges) >= 0, "ridges must not be negative")
+    require(min(c.bandwidth, c.memory) > 0, "bandwidth and memory must be positive")
+    counts = (*c.ns, *c.need_ns, c.n_test, c.iters, c.iters_large, c.later, c.need_iters,
+              c.seeds, c.seeds_large, c.d)
+    require(min(counts) >= 1,
+            "ns, need_ns, n_test, iters, later, need_iters, seeds and d must be at least 1")
+    require(c.need_d >= 4, f"need_d must be at least 4, it is {c.need_d}")
+
 # %% ../../nbs/experiments/05_parity.ipynb #36bb20a5
 presets = dict(
     quick=Config(d=20, n_test=500, ks=(1, 2, 3), ns=(120, 150, 600), seeds=2, seeds_large=1,
@@ -112,11 +118,8 @@ presets = dict(
                  methods_large=("fact", "plain", "nfa"), memory=24.))
 
 # %% ../../nbs/experiments/05_parity.ipynb #6339a9c7
-def kernel_weight(j: int, # size of the set S
-                  d: int, # dimension
-                  bandwidth: float, # L
-                 ) -> float:
-    "θ^j: the kernel's weight on a parity of j coordinates, relative to the constant."
+def kernel_weight(j: int, d: int, bandwidth: float) -> float:
+    "θ^j: the kernel's weight on a parity of j of d coordinates, relative to the constant."
     theta = tanh(1 / (d * bandwidth**2))
     return theta**j
 
@@ -125,18 +128,18 @@ def smaller_parities(d: int, k: int) -> int:
     "p: how many parities have fewer than k of d coordinates."
     return sum(comb(d, j) for j in range(k))
 
+# %% ../../nbs/experiments/05_parity.ipynb #5f3ebe79
+def _noise_factor(rule: str, d: int, bandwidth: float) -> float:
+    "w: what a rule makes of the noise on smaller parities."
+    return 1. if rule.startswith("nfa") else kernel_weight(1, d, bandwidth)
+
 # %% ../../nbs/experiments/05_parity.ipynb #c6336834
-def predicted_snr(n: int, # points
-                  d: int, # dimension
-                  k: int, # coordinates that decide
-                  rule: str = "fact", # one of METHODS
-                  bandwidth: float = 5., # L
-                 ) -> float: # 0 when n ≤ p
+def predicted_snr(n: int, d: int, k: int, rule: str = "fact", bandwidth: float = 5.) -> float:
     "Signal on a true coordinate relative to the noise on all, in the first update, ridge → 0."
     left, D = n - smaller_parities(d, k), comb(d, k)
     if left <= 0: return 0.
     lower = comb(d - 1, k - 2) / left if k > 1 else 0.
-    w = 1. if rule.startswith("nfa") else kernel_weight(1, d, bandwidth)
+    w = _noise_factor(rule, d, bandwidth)
     return (left / D)**2 / (w * lower + comb(d - 1, k - 1) * left / D**2)
 
 # %% ../../nbs/experiments/05_parity.ipynb #007654d6
@@ -147,29 +150,31 @@ def solver_for(c: Config, n: int) -> str: # n: training points
     return "cholesky" if fits else "packed"
 
 # %% ../../nbs/experiments/05_parity.ipynb #d33f1da3
-def machine(c: Config,
-            n: int, # training points
-            method: str, # one of METHODS
-            ridge: float, # nλ
-            iters: int, # updates of M
-            rescaled: bool = True, # is M brought back to its trace after each update?
-           ) -> RFM:
+def machine(
+    c: Config,
+    n: int, # training points
+    method: str, # one of METHODS
+    ridge: float, # nλ
+    iters: int, # updates of M
+    rescaled: bool = True, # is M brought back to its trace after each?
+) -> RFM:
     "The RFM of one run."
-    return RFM(Gaussian(c.bandwidth), iters=iters, ridge=ridge,
-               normalize="trace" if rescaled else None, progress=False,
-               solver=solver_for(c, n),
+    return RFM(Gaussian(c.bandwidth), iters=iters, ridge=ridge, progress=False,
+               normalize="trace" if rescaled else None, solver=solver_for(c, n),
                memory=int(c.memory * 1e9), **METHODS[method])
 
 # %% ../../nbs/experiments/05_parity.ipynb #fcd1b330
-def parity_task(c: Config,
-                k: int, # coordinates that decide
-                n: int, # training points
-                seed: int,
-                ctx: Context,
-                d: int | None = None, # dimension, when it is not that of the settings
-               ) -> Parity:
+def parity_task(
+    c: Config, k: int, n: int, seed: int, ctx: Context,
+    d: int | None = None, # when it is not that of the settings
+) -> Parity:
     "The data of one run, on the context's device."
     return parity_on(sparse_parity(n, d or c.d, k, c.n_test, seed), ctx.device)
+
+# %% ../../nbs/experiments/05_parity.ipynb #40306f41
+Unit = dict[str, Any] # what tells a piece of work from the others: part, k, n, method, seed …
+Task = tuple[int, int, int] # k, n, seed of a main run
+Arrays = dict[str, np.ndarray] # what a main run keeps: M by iteration, support
 
 # %% ../../nbs/experiments/05_parity.ipynb #e6010812
 # what a look sees that goes into its row
@@ -182,69 +187,85 @@ def rows_of(machine: RFM) -> list[dict[str, Any]]:
     shown = lambda h: {c: h[c] for c in LOOKED if c in h}
     return [dict(iter=h["iter"], train_mse=h["train_error"], **shown(h)) for h in machine.history]
 
+# %% ../../nbs/experiments/05_parity.ipynb #66099eb2
+def _scaled_features(s: RFM) -> np.ndarray: # iterations × d × d
+    "Every M of a run relative to its largest entry, in half precision."
+    scaled = torch.stack([x["M"] / x["M"].abs().max() for x in s.history])
+    return scaled.numpy().astype(np.float16)
+
 # %% ../../nbs/experiments/05_parity.ipynb #c4a19e96
-def learn_unit(c: Config, unit: dict[str, Any], ctx: Context) -> Output:
+def learn_unit(c: Config, unit: Unit, ctx: Context) -> Output:
     "One task, rule and seed: all iterations, with checkpoints."
     P = parity_task(c, unit["k"], unit["n"], unit["seed"], ctx)
     s = machine(c, unit["n"], unit["method"], c.ridge, unit.get("iters", c.iters))
     ctx.scratch.mkdir(parents=True, exist_ok=True)
     state = follow(s, P, ctx.scratch/"state", stop=.999 if "iters" in unit else None)
-    scaled = torch.stack([x["M"] / x["M"].abs().max() for x in state.history]) # iterations × d × d
-    arrays = dict(M=scaled.numpy().astype(np.float16), support=P.support.numpy())
-    return Output(rows_of(state), arrays)
+    return Output(rows_of(state), dict(M=_scaled_features(state), support=P.support.numpy()))
+
+# %% ../../nbs/experiments/05_parity.ipynb #cc411bb9
+def _outcome(s: RFM, P: Parity) -> dict[str, Any]:
+    "Run a machine until it stays at accuracy 1: where it ended, and its best accuracy."
+    h = follow(s, P, stop=1.).history
+    accuracy = [x["accuracy"] for x in h]
+    shares = {k: h[-1][k] for k in ("mse", "trace_share", "frob_share")}
+    return dict(accuracy=accuracy[-1], best=max(accuracy), fits=len(h)) | shares
 
 # %% ../../nbs/experiments/05_parity.ipynb #396641c1
-def scan_unit(c: Config, unit: dict[str, Any], ctx: Context) -> Output:
+def scan_unit(c: Config, unit: Unit, ctx: Context) -> Output:
     "One task, rule and seed at every ridge, M rescaled or not: where it is learned."
     P = parity_task(c, unit["k"], unit["n"], unit["seed"], ctx)
-    rows = []
-    for ridge in ctx.bar([r for r in c.ridges if r > 0 or unit["n"] <= 1000], desc="ridges"):
-        s = machine(c, unit["n"], unit["method"], ridge, c.iters, unit["rescaled"])
-        h = follow(s, P, stop=1.).history
-        accuracy = [x["accuracy"] for x in h]
-        shares = {k: h[-1][k] for k in ("mse", "trace_share", "frob_share")}
-        rows.append(dict(ridge=ridge, accuracy=accuracy[-1], best=max(accuracy), fits=len(h))
-                    | shares)
-    return Output(rows)
+    at = lambda ridge: machine(c, unit["n"], unit["method"], ridge, c.iters, unit["rescaled"])
+    ridges = [r for r in c.ridges if r > 0 or unit["n"] <= 1000]
+    return Output([dict(ridge=r) | _outcome(at(r), P) for r in ctx.bar(ridges, desc="ridges")])
 
 # %% ../../nbs/experiments/05_parity.ipynb #956ad99f
-def course_of(accuracy: np.ndarray, # by iteration
-             ) -> dict[str, Any]:
+def course_of(accuracy: np.ndarray) -> dict[str, Any]: # by iteration
     "The best accuracy, the worst after it, and how far apart they are."
     top = int(accuracy.argmax())
     after = accuracy[top:].min()
     return dict(best=accuracy.max(), best_iter=top, worst_after=after, last=accuracy[-1],
                 drop=accuracy.max() - after, curve=np.round(accuracy, 4).tolist())
 
+# %% ../../nbs/experiments/05_parity.ipynb #8b171dc3
+def _long_row(h: list[dict[str, Any]]) -> dict[str, Any]: # the looks of a run
+    "The course of a long run and its features at the end."
+    end = dict(fits=len(h), trace=float(h[-1]["trace"]), frob_share=h[-1]["frob_share"])
+    return course_of(np.array([x["accuracy"] for x in h])) | end
+
 # %% ../../nbs/experiments/05_parity.ipynb #db6c3d65
-def later_unit(c: Config, unit: dict[str, Any], ctx: Context) -> Output:
+def later_unit(c: Config, unit: Unit, ctx: Context) -> Output:
     "One task, rule and ridge, all seeds, for many iterations without rescaling."
-    rows = []
     s = machine(c, unit["n"], unit["method"], unit["ridge"], c.later, rescaled=False)
+    rows = []
     for seed in ctx.bar(range(unit["seeds"]), desc="seeds"):
-        h = follow(s, parity_task(c, unit["k"], unit["n"], seed, ctx)).history
-        end = dict(fits=len(h), trace=float(h[-1]["trace"]), frob_share=h[-1]["frob_share"])
-        rows.append(dict(seed=seed) | course_of(np.array([x["accuracy"] for x in h])) | end)
+        P = parity_task(c, unit["k"], unit["n"], seed, ctx)
+        rows.append(dict(seed=seed) | _long_row(follow(s, P).history))
     return Output(rows)
 
+# %% ../../nbs/experiments/05_parity.ipynb #955eaf40
+def _first_learned(looks: list[dict[str, Any]]) -> int | None:
+    "The first iteration with accuracy .99, if there is one."
+    return next((x["iter"] for x in looks if x["accuracy"] >= .99), None)
+
+# %% ../../nbs/experiments/05_parity.ipynb #06d59aa7
+def _need_row(c: Config, P: Parity, method: str) -> dict[str, Any]:
+    "One rule: when it has learned, how it ends, and the signal that was predicted."
+    n = len(P.X)
+    looks = follow(machine(c, n, method, c.ridge, c.need_iters), P, stop=.999).history
+    end = {k: looks[-1][k] for k in ("frob_share", "trace_share")}
+    return dict(method=method, accuracy=looks[-1]["accuracy"], first=_first_learned(looks),
+                **end, snr=predicted_snr(n, c.need_d, 4, method, c.bandwidth))
+
 # %% ../../nbs/experiments/05_parity.ipynb #0ffae023
-def need_unit(c: Config, unit: dict[str, Any], ctx: Context) -> Output:
+def need_unit(c: Config, unit: Unit, ctx: Context) -> Output:
     "k = 4 in a smaller dimension with n points, every rule: how many iterations it takes."
     P = parity_task(c, 4, unit["n"], unit["seed"], ctx, d=c.need_d)
-    rows = []
-    for m in METHODS:
-        h = follow(machine(c, unit["n"], m, c.ridge, c.need_iters), P, stop=.999).history
-        first = next((x["iter"] for x in h if x["accuracy"] >= .99), None)
-        last = h[-1]
-        rows.append(dict(method=m, accuracy=last["accuracy"], first=first,
-                         frob_share=last["frob_share"], trace_share=last["trace_share"],
-                         snr=predicted_snr(unit["n"], c.need_d, 4, m, c.bandwidth)))
-    return Output(rows)
+    return Output([_need_row(c, P, method) for method in METHODS])
 
 # %% ../../nbs/experiments/05_parity.ipynb #618bc781
 PARTS = dict(learn=learn_unit, scan=scan_unit, later=later_unit, need=need_unit)
 
-def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
+def run_unit(cfg: Config, unit: Unit, ctx: Context) -> Output:
     "Do one unit."
     return PARTS[unit["part"]](cfg, unit, ctx)
 
@@ -264,49 +285,49 @@ class ParityTask(NamedTuple):
         "Those of the main runs."
         return range(cfg.seeds if self.small else cfg.seeds_large)
 
-    def cell(self, part: str) -> dict[str, Any]: return dict(part=part, k=self.k, n=self.n)
+    def cell(self, part: str) -> Unit: return dict(part=part, k=self.k, n=self.n)
 
 # %% ../../nbs/experiments/05_parity.ipynb #f0ab17d7
-def _tasks(cfg: Config,
-           ks: tuple[int, ...], # of these
-          ) -> list[ParityTask]:
+def _tasks(cfg: Config, ks: tuple[int, ...]) -> list[ParityTask]:
     size = dict(zip(cfg.ks, cfg.ns))
     return [ParityTask(k, size[k]) for k in ks]
 
 # %% ../../nbs/experiments/05_parity.ipynb #e3933dd6
-def _learn_units(cfg: Config) -> Iterator[dict[str, Any]]:
-    "Every rule and seed of a task; a large one has rules and a length of its own."
-    for t in _tasks(cfg, cfg.ks):
-        if t.large:
-            for m in cfg.methods_large:
-                yield t.cell("learn") | dict(method=m, seed=0, iters=cfg.iters_large)
-            continue
-        for m in cfg.methods:
-            yield from (t.cell("learn") | dict(method=m, seed=s) for s in t.seeds(cfg))
+def _main_runs(t: ParityTask, cfg: Config) -> list[Unit]:
+    "The rules and seeds of one task."
+    if t.large: return [dict(method=m, seed=0, iters=cfg.iters_large) for m in cfg.methods_large]
+    return [dict(method=m, seed=s) for m, s in product(cfg.methods, t.seeds(cfg))]
+
+# %% ../../nbs/experiments/05_parity.ipynb #37880ffc
+def _learn_units(cfg: Config) -> list[Unit]:
+    "The main runs of every task."
+    return [t.cell("learn") | run for t in _tasks(cfg, cfg.ks) for run in _main_runs(t, cfg)]
 
 # %% ../../nbs/experiments/05_parity.ipynb #17a0a2e6
-def _scan_units(cfg: Config) -> Iterator[dict[str, Any]]:
-    "Every rule, with rescaling and without; one seed where a system is not small."
+def _scan_units(cfg: Config) -> Iterator[Unit]:
+    "Every rule, with rescaling and without."
     for t in _tasks(cfg, cfg.scan_ks):
         seeds = t.seeds(cfg) if t.small else [0]
-        for m in cfg.methods:
-            for z in (True, False):
-                yield from (t.cell("scan") | dict(method=m, rescaled=z, seed=s) for s in seeds)
+        for m, z, s in product(cfg.methods, (True, False), seeds):
+            yield t.cell("scan") | dict(method=m, rescaled=z, seed=s)
 
 # %% ../../nbs/experiments/05_parity.ipynb #62377d7d
-def _later_units(cfg: Config) -> Iterator[dict[str, Any]]:
-    "Every rule and ridge; the first rule and one seed where a system is not small."
+def _later_units(cfg: Config) -> Iterator[Unit]:
+    "Every rule and ridge."
     for t in _tasks(cfg, cfg.later_ks):
-        seeds = len(t.seeds(cfg)) if t.small else 1
-        for m in cfg.methods if t.small else cfg.methods[:1]:
-            for ridge in cfg.later_ridges:
-                yield t.cell("later") | dict(method=m, ridge=ridge, seeds=seeds)
+        methods, seeds = (cfg.methods, cfg.seeds) if t.small else (cfg.methods[:1], 1)
+        for m, ridge in product(methods, cfg.later_ridges):
+            yield t.cell("later") | dict(method=m, ridge=ridge, seeds=seeds)
+
+# %% ../../nbs/experiments/05_parity.ipynb #f4d976f2
+def _need_units(cfg: Config) -> list[Unit]:
+    "Every number of points and seed of the question how many k = 4 needs."
+    return [dict(part="need", n=n, seed=s) for n in cfg.need_ns for s in range(cfg.seeds_large)]
 
 # %% ../../nbs/experiments/05_parity.ipynb #86ab9980
-def units(cfg: Config) -> list[dict[str, Any]]:
+def units(cfg: Config) -> list[Unit]:
     "The units of work, cheap ones first."
-    need = [dict(part="need", n=n, seed=s) for n in cfg.need_ns for s in range(cfg.seeds_large)]
-    listed = [*_learn_units(cfg), *need, *_scan_units(cfg), *_later_units(cfg)]
+    listed = [*_learn_units(cfg), *_need_units(cfg), *_scan_units(cfg), *_later_units(cfg)]
     return sorted(listed, key=lambda u: u["n"] > 10_000) # stable: only the large ones move
 
 # %% ../../nbs/experiments/05_parity.ipynb #de5b1990
@@ -322,17 +343,16 @@ def last_looks(r: Result) -> pd.DataFrame:
     return d.astype(dict(k=int, n=int, seed=int))
 
 # %% ../../nbs/experiments/05_parity.ipynb #8e35bf5c
+PAPER_RULES = dict(fact="FACT", nfa="NFA") # those that the paper compares, by method
+
+# %% ../../nbs/experiments/05_parity.ipynb #44c2978b
 def last_of_both(r: Result) -> pd.DataFrame:
     "The last look of every main run of the paper's two rules."
     f = last_looks(r)
-    return f[f.method.isin(["fact", "nfa"])]
+    return f[f.method.isin(list(PAPER_RULES))]
 
 # %% ../../nbs/experiments/05_parity.ipynb #a787c3e8
-def ridge_window(r: Result,
-                 k: int,
-                 method: str,
-                 rescaled: bool, # M to trace d
-                ) -> list[float]:
+def ridge_window(r: Result, k: int, method: str, rescaled: bool) -> list[float]:
     "Ridges of the scan at which all seeds have test accuracy ≥ .999."
     d = part_rows(r, "scan")
     d = d[(d.k == k) & (d.method == method) & (d.rescaled == rescaled)]
@@ -340,9 +360,7 @@ def ridge_window(r: Result,
     return sorted(low[low >= .999].index)
 
 # %% ../../nbs/experiments/05_parity.ipynb #d620a874
-def ridges_in_words(ridges: list[float], # ascending
-                    tried: list[float], # all of them, ascending
-                   ) -> str:
+def ridges_in_words(ridges: list[float], tried: list[float]) -> str: # both ascending
     "A list of ridges as a range when it has no gaps."
     if not ridges: return "none"
     if len(ridges) == 1: return f"{ridges[0]:g}"
@@ -364,11 +382,9 @@ def _windows_of(r: Result, method: str, rescaled: bool) -> str:
 # %% ../../nbs/experiments/05_parity.ipynb #df4beb63
 def _windows_in_words(r: Result) -> str:
     "All windows of the scan in one line."
-    words = []
-    for z, how in ((True, "rescaled"), (False, "not rescaled")):
-        for m, name in (("fact", "FACT"), ("nfa", "NFA")):
-            words.append(f"{name} {how} ({_windows_of(r, m, z)})")
-    return "; ".join(words)
+    ways = {True: "rescaled", False: "not rescaled"}
+    return "; ".join(f"{name} {how} ({_windows_of(r, m, z)})"
+                     for (z, how), (m, name) in product(ways.items(), PAPER_RULES.items()))
 
 # %% ../../nbs/experiments/05_parity.ipynb #ee67962f
 PAPER_N = {1: 500, 2: 500, 3: 5000, 4: 50_000} # points the paper used for each k
@@ -391,24 +407,36 @@ class FourRun(NamedTuple):
         return both and self.n == PAPER_N[4] and self.iters <= 5
 
     @property
-    def change(self) -> str:
-        "How it differs from the paper's, in words."
-        if self.as_paper: return ""
-        if not self.n: return "k = 4 not run"
-        size = f"k = 4 with n = {self.n:,} and {self.iters} iterations"
-        if self.nfa is not None: return f"{size}; the NFA has {self.nfa:.3f} there"
-        return f"{size}, by FACT only: {NFA_AT_FOUR}"
+    def change(self) -> str: return "" if self.as_paper else _four_in_words(self)
+
+# %% ../../nbs/experiments/05_parity.ipynb #b13b110c
+def _four_in_words(run: FourRun) -> str:
+    "How the run of k = 4 differs from the paper's."
+    if not run.n: return "k = 4 not run"
+    size = f"k = 4 with n = {run.n:,} and {run.iters} iterations"
+    if run.nfa is not None: return f"{size}; the NFA has {run.nfa:.3f} there"
+    return f"{size}, by FACT only: {NFA_AT_FOUR}"
+
+# %% ../../nbs/experiments/05_parity.ipynb #12306b01
+def _iterations_of_four(r: Result) -> int:
+    "Until FACT had learned k = 4, or all that were allowed."
+    d = part_rows(r, "learn")
+    learned = d[(d.k == 4) & (d.method == "fact") & (d.accuracy >= .999)]
+    return int(learned.iter.min()) if len(learned) else r.config["iters_large"]
 
 # %% ../../nbs/experiments/05_parity.ipynb #908dca92
 def _run_of_four(r: Result) -> FourRun:
     "Size, iterations and accuracies of k = 4."
     f = last_of_both(r)
     four = f[f.k == 4].set_index("method")
-    d = part_rows(r, "learn")
-    learned = d[(d.k == 4) & (d.method == "fact") & (d.accuracy >= .999)]
-    iters = int(learned.iter.min()) if len(learned) else r.config["iters_large"]
     n = int(four.n.iloc[0]) if len(four) else 0
-    return FourRun(n, iters, float(four.accuracy.get("fact", 0.)), four.accuracy.get("nfa"))
+    fact, nfa = four.accuracy.get("fact", 0.), four.accuracy.get("nfa")
+    return FourRun(n, _iterations_of_four(r), float(fact), nfa)
+
+# %% ../../nbs/experiments/05_parity.ipynb #a52c55dc
+def _learned_in_words(low: pd.DataFrame, four: FourRun) -> str: # low: last looks at k ≤ 3
+    return (f"k ≤ 3: ≥ {low.accuracy.min():.3f} over {len(low)} runs of FACT and NFA by "
+            f"iteration 5; k = 4, n = {four.n:,}: FACT {four.fact:.3f}")
 
 # %% ../../nbs/experiments/05_parity.ipynb #01dd1b64
 def judge_learned(r: Result) -> Judgement | None:
@@ -417,22 +445,24 @@ def judge_learned(r: Result) -> Judgement | None:
     if r.config["d"] != 50 or not {1, 2, 3} <= set(f.k): return None
     low, four = f[f.k <= 3], _run_of_four(r)
     sized = all(PAPER_N[k] == n for k, n in zip(low.k, low.n))
-    worst = low.accuracy.min()
-    ours = (f"k ≤ 3: ≥ {worst:.3f} over {len(low)} runs of FACT and NFA by iteration 5; "
-            f"k = 4, n = {four.n:,}: FACT {four.fact:.3f}")
-    enough = threshold("parity-learned", "accuracy")
-    return judge(bool(sized and worst >= enough and four.fact >= enough), ours,
-                 f"ridges that work: {_windows_in_words(r)}", change=four.change)
+    worst = min(low.accuracy.min(), four.fact)
+    return judge(bool(sized and worst >= threshold("parity-learned", "accuracy")),
+                 _learned_in_words(low, four), f"ridges that work: {_windows_in_words(r)}",
+                 change=four.change)
 
 # %% ../../nbs/experiments/05_parity.ipynb #c83fb71b
 def _shares_in_words(f: pd.DataFrame) -> str:
     "The smallest shares of each task and rule."
-    words = []
-    for (k, m), g in f.groupby(["k", "method"]):
-        name = "FACT" if m == "fact" else "NFA"
-        words.append(f"k = {k} {name}: trace {g.trace_share.min():.2f}, "
-                     f"Frobenius² {g.frob_share.min():.3f}")
-    return "; ".join(words)
+    least = f.groupby(["k", "method"])[["trace_share", "frob_share"]].min()
+    said = [f"k = {k} {PAPER_RULES[m]}: trace {x.trace_share:.2f}, Frobenius² {x.frob_share:.3f}"
+            for (k, m), x in least.iterrows()]
+    return "; ".join(said)
+
+# %% ../../nbs/experiments/05_parity.ipynb #6d8ce269
+def _support_in_words(f: pd.DataFrame) -> str:
+    "The smallest shares and the largest rank of all runs."
+    return (f"Frobenius² share ≥ {f.frob_share.min():.3f}, "
+            f"trace share ≥ {f.trace_share.min():.2f}, effective rank ≤ {f['rank'].max():.1f}")
 
 # %% ../../nbs/experiments/05_parity.ipynb #8686610d
 def judge_support(r: Result) -> Judgement | None:
@@ -440,58 +470,60 @@ def judge_support(r: Result) -> Judgement | None:
     f = last_of_both(r)
     f = f[f.accuracy >= .999]
     if not {2, 3} <= set(f.k): return None
-    least = f.frob_share.min()
-    ours = (f"Frobenius² share ≥ {least:.3f}, trace share ≥ {f.trace_share.min():.2f}, "
-            f"effective rank ≤ {f['rank'].max():.1f}")
-    return judge(bool(least >= threshold("parity-support", "frobenius")), ours, _shares_in_words(f))
+    met = f.frob_share.min() >= threshold("parity-support", "frobenius")
+    return judge(bool(met), _support_in_words(f), _shares_in_words(f))
 
 # %% ../../nbs/experiments/05_parity.ipynb #51c786a9
-def run_arrays(r: Result,
-               k: int,
-               n: int,
-               method: str,
-               seed: int = 0,
-              ) -> dict[str, np.ndarray] | None: # M by iteration, support
+def run_arrays(r: Result, k: int, n: int, method: str, seed: int = 0) -> Arrays | None:
     "The feature matrices of one main run, None when it was not run."
     found = r.where(part="learn", k=k, n=n, method=method, seed=seed)
     return found[0].arrays if found else None
 
+# %% ../../nbs/experiments/05_parity.ipynb #5ab120d2
+def _arrays_of_both(r: Result, k: int, n: int, seed: int) -> tuple[Arrays, Arrays]:
+    "FACT's arrays and NFA's on one task."
+    A, B = (run_arrays(r, k, n, m, seed) for m in PAPER_RULES)
+    if A is None or B is None: raise ValueError(f"no arrays of k = {k}, n = {n}, seed {seed}")
+    return A, B
+
 # %% ../../nbs/experiments/05_parity.ipynb #4c1bdd3d
-def _alike(A: dict[str, np.ndarray], # arrays of one run
-           B: dict[str, np.ndarray], # of the other, same data
-           t: int, # iteration
-          ) -> tuple[float, float]: # pearson of M, cosine of the support blocks
-    "How similar two runs' features are at iteration t."
+def _alike(A: Arrays, B: Arrays, t: int) -> tuple[float, float]:
+    "Pearson of M at iteration t, cosine of the support blocks."
     X, Y = (torch.from_numpy(Z["M"][t].astype(np.float64)) for Z in (A, B))
     S = torch.from_numpy(A["support"])
     return pearson(X, Y), cosine(X[S][:, S], Y[S][:, S])
 
 # %% ../../nbs/experiments/05_parity.ipynb #182fb835
-def _similarities(r: Result,
-                  task: tuple[int, int, int], # k, n, seed
-                  moments: dict[str, int], # name → iteration
-                 ) -> dict[str, float]:
+def _similarities(r: Result, task: Task, moments: Mapping[str, int]) -> dict[str, float]:
     "Similarity of FACT's and NFA's M on one task, at several moments."
-    k, n, seed = task
-    A, B = (run_arrays(r, k, n, m, seed) for m in ("fact", "nfa"))
-    if A is None or B is None: raise ValueError(f"no arrays of k = {k}, n = {n}, seed {seed}")
+    A, B = _arrays_of_both(r, *task)
     row = {}
     for when, t in moments.items():
         row[f"pearson_{when}"], row[f"block_{when}"] = _alike(A, B, t)
     return row
 
-# %% ../../nbs/experiments/05_parity.ipynb #46fe1d0e
-def feature_similarity(r: Result,
-                      ) -> pd.DataFrame: # a row for each task and seed with both at accuracy 1
-    "How alike FACT's and NFA's M are after the first update, when both have learned, at the end."
+# %% ../../nbs/experiments/05_parity.ipynb #c99d6db7
+def _accuracy_of_both(r: Result) -> pd.DataFrame: # index (k, n, seed, iter), a column a rule
+    "Test accuracy by iteration, where both rules were run."
     d = part_rows(r, "learn").astype(dict(k=int, n=int, seed=int))
     acc = d.pivot_table(index=["k", "n", "seed", "iter"], columns="method", values="accuracy")
+    return acc[list(PAPER_RULES)].dropna()
+
+# %% ../../nbs/experiments/05_parity.ipynb #1e700836
+def _moments(g: pd.DataFrame) -> dict[str, int] | None: # g: accuracies of one task
+    "The first update, the first at which both have learned, and the last."
+    both = [int(i) for *_, i in g.index[(g >= 1.).all(axis=1)] if i > 0]
+    if not both or (g.iloc[-1] < 1.).any(): return None
+    return dict(first=1, learned=both[0], last=len(g) - 1)
+
+# %% ../../nbs/experiments/05_parity.ipynb #46fe1d0e
+def feature_similarity(r: Result) -> pd.DataFrame: # a row a task and seed, where both learned
+    "How alike FACT's and NFA's M are after the first update, when both have learned, at the end."
     rows = []
-    for task, g in acc[["fact", "nfa"]].dropna().groupby(level=[0, 1, 2]):
-        both = [int(i) for *_, i in g.index[(g >= 1.).all(axis=1)] if i > 0]
-        if not both or (g.iloc[-1] < 1.).any(): continue
-        moments = dict(first=1, learned=both[0], last=len(g) - 1)
-        named = dict(zip(("k", "n", "seed"), task), learned_at=both[0])
+    for task, g in _accuracy_of_both(r).groupby(level=[0, 1, 2]):
+        moments = _moments(g)
+        if moments is None: continue
+        named = dict(zip(("k", "n", "seed"), task), learned_at=moments["learned"])
         rows.append(named | _similarities(r, task, moments))
     return pd.DataFrame(rows)
 
@@ -507,14 +539,16 @@ def _similarity_in_words(g: pd.DataFrame) -> str: # means by k
 # %% ../../nbs/experiments/05_parity.ipynb #211f83d0
 def _similarity_change(g: pd.DataFrame) -> str: # means by k
     "Where the similarity is not there at the end, or was there before anything was learned."
-    listed = lambda ks: ", ".join(map(str, ks))
     late, same = g.index[g.pearson_last < .9], g.index[g.pearson_last <= g.pearson_first]
-    change = []
-    if len(late):
-        change.append(f"only when just learned for k = {listed(late)}")
-    if len(same):
-        change.append(f"no more similar than after the first update for k = {listed(same)}")
-    return "; ".join(change)
+    ks = {"only when just learned": late, "no more similar than after the first update": same}
+    said = [f"{how} for k = {', '.join(map(str, at))}" for how, at in ks.items() if len(at)]
+    return "; ".join(said)
+
+# %% ../../nbs/experiments/05_parity.ipynb #8b03ce2f
+def _similarity_estimates(d: pd.DataFrame) -> tuple[Estimate, ...]: # of feature_similarity
+    "The correlation when both have just learned, over seeds."
+    return tuple(mean_estimate(f"k = {k}: pearson when learned", x.pearson_learned)
+                 for k, x in d.groupby("k"))
 
 # %% ../../nbs/experiments/05_parity.ipynb #d4430369
 def judge_similar(r: Result) -> Judgement | None:
@@ -523,12 +557,11 @@ def judge_similar(r: Result) -> Judgement | None:
     if not len(d) or not {2, 3} <= set(d.k): return None
     g = d.groupby("k").mean()
     alike = bool((g.pearson_learned >= threshold("parity-similar", "pearson")).all())
-    each = tuple(mean_estimate(f"k = {k}: pearson when learned", x.pearson_learned)
-                 for k, x in d.groupby("k"))
-    return judge(alike, _similarity_in_words(g), change=_similarity_change(g), estimates=each)
+    return judge(alike, _similarity_in_words(g), change=_similarity_change(g),
+                 estimates=_similarity_estimates(d))
 
 # %% ../../nbs/experiments/05_parity.ipynb #1b660e99
-def fallen_share(r: Result) -> pd.DataFrame: # by method: runs that learned, share that fell
+def fallen_share(r: Result) -> pd.DataFrame: # by method: mean, size
     "How many long runs learned, and the share of those that later dropped by .05."
     d = part_rows(r, "later")
     d = d[d.best >= .99]
@@ -538,49 +571,76 @@ def fallen_share(r: Result) -> pd.DataFrame: # by method: runs that learned, sha
 def _plain_name(method: str) -> str: # without the marks of TeX
     return NAMES[method].replace("$", "").replace("s=1/2", "s = ½")
 
+# %% ../../nbs/experiments/05_parity.ipynb #e816b5fd
+def _falls_in_words(g: pd.DataFrame) -> str: # of fallen_share
+    "How many runs of each rule fell."
+    fell = [f"{_plain_name(m)}: {x['mean']:.0%} of {int(x['size'])}" for m, x in g.iterrows()]
+    return f"accuracy later drops ≥ .05 in {', '.join(fell)} runs that had learned"
+
+# %% ../../nbs/experiments/05_parity.ipynb #ceec5098
+def _fall_estimates(g: pd.DataFrame) -> tuple[Estimate, ...]: # of fallen_share
+    "The same shares with their intervals."
+    return tuple(
+        share_estimate(f"{_plain_name(m)} falls", round(x["mean"] * x["size"]), int(x["size"]))
+        for m, x in g.iterrows())
+
 # %% ../../nbs/experiments/05_parity.ipynb #35fe7298
 def judge_later(r: Result) -> Judgement | None:
     "Does accuracy fall again when FACT-RFM, averaged as in the paper's runs, goes on?"
     if r.config["later"] < 50: return None
     g = fallen_share(r)
     averaged = float(g["mean"].get("fact", 0.))
-    ours = ", ".join(f"{_plain_name(m)}: {x['mean']:.0%} of {int(x['size'])}"
-                     for m, x in g.iterrows())
-    each = [share_estimate(f"{_plain_name(m)} falls", round(x["mean"] * x["size"]), int(x["size"]))
-            for m, x in g.iterrows()]
-    return judge(averaged >= threshold("parity-unstable-later", "share"),
-                 f"accuracy later drops ≥ .05 in {ours} runs that had learned",
-                 "the averaged update, which the paper uses on parities, does not fall; the plain "
-                 "one does" if not averaged else "", estimates=tuple(each))
+    kept = ("the averaged update, which the paper uses on parities, does not fall; the plain "
+            "one does")
+    return judge(averaged >= threshold("parity-unstable-later", "share"), _falls_in_words(g),
+                 "" if averaged else kept, estimates=_fall_estimates(g))
 
 # %% ../../nbs/experiments/05_parity.ipynb #bfdffbb5
 def _settings_that_work(r: Result, method: str) -> int:
     "In how many settings of the scan without rescaling is the task learned?"
     return sum(len(ridge_window(r, k, method, False)) for k in part_rows(r, "scan").k.unique())
 
+# %% ../../nbs/experiments/05_parity.ipynb #2151073c
+def _last_accuracies(r: Result) -> pd.DataFrame: # index (k, seed), a column a rule
+    "Test accuracy at the end of the main runs with k ≤ 3."
+    f = last_looks(r)
+    return f[f.k <= 3].pivot_table(index=["k", "seed"], columns="method", values="accuracy")
+
+# %% ../../nbs/experiments/05_parity.ipynb #4f3cf288
+def _working_settings_in_words(r: Result) -> str:
+    "Where in the scan each rule learns."
+    averaged, plain = (_settings_that_work(r, m) for m in ("fact", "plain"))
+    return f"M not rescaled: averaging works at {averaged} settings of the scan, plain at {plain}"
+
+# %% ../../nbs/experiments/05_parity.ipynb #b02eb97c
+def _is_kept(f: pd.DataFrame) -> bool: # of _last_accuracies
+    "Is the averaged rule at the bound, and nowhere below the plain one?"
+    enough = threshold("rfm-geom-keeps", "parity")
+    return bool((f.fact >= enough).all() and (f.fact >= f.plain - .005).all())
+
 # %% ../../nbs/experiments/05_parity.ipynb #4ec044cb
 def judge_geometric(r: Result) -> Judgement | None:
     "Does averaging keep what plain FACT learns?"
-    f = last_looks(r)
-    f = f[f.k <= 3].pivot_table(index=["k", "seed"], columns="method", values="accuracy")
+    f = _last_accuracies(r)
     if not {"fact", "plain"} <= set(f) or r.config["d"] != 50: return None
-    enough = threshold("rfm-geom-keeps", "parity")
-    kept = bool((f.fact >= enough).all() and (f.fact >= f.plain - .005).all())
     ours = (f"parity: {f.fact.min():.3f} with averaging, {f.plain.min():.3f} without, "
             f"{len(f)} runs each")
-    averaged, plain = (_settings_that_work(r, m) for m in ("fact", "plain"))
-    return judge(kept, ours, f"M not rescaled: averaging works at {averaged} settings of the scan, "
-                             f"plain at {plain}")
+    return judge(_is_kept(f), ours, _working_settings_in_words(r))
+
+# %% ../../nbs/experiments/05_parity.ipynb #3eabbf66
+def _looks_at_fact(r: Result) -> pd.DataFrame:
+    "The looks that have FACT's spectrum; `bad` where it has no square root."
+    d = part_rows(r, "learn")
+    d = d[(d.method == "fact") & d.low.notna()].astype(dict(k=int))
+    return d.assign(bad=(d.negative > 0) | (d.imag > 1e-9))
 
 # %% ../../nbs/experiments/05_parity.ipynb #8c92adf1
 def undefined_roots(r: Result) -> pd.DataFrame: # by k: at_start, ever, low_at_start, low
     "Whether FACT has no square root, in every run at iteration 0 or in any later, by k."
-    d = part_rows(r, "learn")
-    d = d[(d.method == "fact") & d.low.notna()].astype(dict(k=int))
-    d = d.assign(bad=(d.negative > 0) | (d.imag > 1e-9))
-    start, all_iterations = d[d.iter == 0].groupby("k"), d.groupby("k")
-    return pd.DataFrame(dict(at_start=start.bad.all(), ever=all_iterations.bad.any(),
-                             low_at_start=start.low.min(), low=all_iterations.low.min()))
+    d = _looks_at_fact(r)
+    start, ever = d[d.iter == 0].groupby("k"), d.groupby("k")
+    return pd.DataFrame(dict(at_start=start.bad.all(), ever=ever.bad.any(),
+                             low_at_start=start.low.min(), low=ever.low.min()))
 
 # %% ../../nbs/experiments/05_parity.ipynb #be27054e
 def _where_defined(g: pd.DataFrame) -> str: # of undefined_roots
@@ -590,30 +650,36 @@ def _where_defined(g: pd.DataFrame) -> str: # of undefined_roots
     later = "; negative eigenvalues appear in later iterations" if g.ever.all() else ""
     return f"at iteration 0 FACT is positive definite for k = {', '.join(fine)}{later}"
 
+# %% ../../nbs/experiments/05_parity.ipynb #c2d30e39
+def _lows_in_words(g: pd.DataFrame) -> str: # of undefined_roots
+    "The smallest eigenvalues at the start and later."
+    lows = ", ".join(f"k = {k}: {x.low_at_start:.2g} (later {x.low:.2g})" for k, x in g.iterrows())
+    return f"parity: smallest eigenvalue of FACT / largest at iteration 0, {lows}"
+
 # %% ../../nbs/experiments/05_parity.ipynb #984fc55e
 def judge_undefined(r: Result) -> Judgement | None:
     "Is FACT not p.s.d. off convergence?"
     g = undefined_roots(r)
     if not len(g): return None
-    lows = ", ".join(f"k = {k}: {x.low_at_start:.2g} (later {x.low:.2g})" for k, x in g.iterrows())
-    ours = f"parity: smallest eigenvalue of FACT / largest at iteration 0, {lows}"
-    return judge(bool(g.ever.any()), ours, change=_where_defined(g))
+    return judge(bool(g.ever.any()), _lows_in_words(g), change=_where_defined(g))
+
+# %% ../../nbs/experiments/05_parity.ipynb #9c4d00c2
+LEARNED = dict(part=("learn",), method=("fact", "nfa"))
+UP_TO_THREE = dict(k=(1, 2, 3))
 
 # %% ../../nbs/experiments/05_parity.ipynb #66274058
-LEARNED = dict(part=("learn",), method=("fact", "nfa"))
-
-judges = {"parity-learned": resting_on(judge_learned, **LEARNED),
-          "parity-support": resting_on(judge_support, **LEARNED),
-          "parity-similar": resting_on(judge_similar, part=("learn",), method=("fact", "nfa"),
-                                       k=(1, 2, 3)),
-          "parity-unstable-later": resting_on(judge_later, part=("later",)),
-          "rfm-geom-keeps": resting_on(judge_geometric, part=("learn",), k=(1, 2, 3)),
-          "rfm-naive-undefined": resting_on(judge_undefined, part=("learn",), method=("fact",),
-                                            k=(1, 2, 3))}
+judges = {
+    "parity-learned": resting_on(judge_learned, **LEARNED),
+    "parity-support": resting_on(judge_support, **LEARNED),
+    "parity-similar": resting_on(judge_similar, **LEARNED, **UP_TO_THREE),
+    "parity-unstable-later": resting_on(judge_later, part=("later",)),
+    "rfm-geom-keeps": resting_on(judge_geometric, part=("learn",), **UP_TO_THREE),
+    "rfm-naive-undefined": resting_on(judge_undefined, part=("learn",), method=("fact",),
+                                      **UP_TO_THREE)}
 
 # %% ../../nbs/experiments/05_parity.ipynb #7e45c529
-def feature_panels(r: Result) -> pd.DataFrame: # accuracy; a row a rule, a column a task (k, n)
-    "Accuracy at the end of seed 0, for the tasks with more than one coordinate."
+def feature_panels(r: Result) -> pd.DataFrame: # a row a rule, a column a task (k, n)
+    "Accuracy at the end of seed 0, where more than one coordinate decides."
     f = last_of_both(r)
     f = f[(f.k > 1) & (f.seed == 0)]
     return f.pivot_table(index="method", columns=["k", "n"], values="accuracy")
@@ -626,22 +692,27 @@ def _not_run(ax: plt.Axes) -> None:
     ax.text(.5, .5, "not run", ha="center")
     ax.set_axis_off()
 
+# %% ../../nbs/experiments/05_parity.ipynb #93775763
+def _feature_panel(ax: plt.Axes, A: Arrays, task: tuple[int, int], accuracy: float) -> AxesImage:
+    "M at the end of one run."
+    k, n = task
+    ax.set(title=f"$k={k}$, $n$ = {n:,}\ntest accuracy {accuracy:.3f}")
+    return draw_on_support(ax, A["M"][-1].astype(float), A["support"])
+
 # %% ../../nbs/experiments/05_parity.ipynb #201714d7
 def draw_features(r: Result) -> plt.Figure:
     "M after the last update: one row a rule, one column a task (seed 0), the support marked."
     shown = feature_panels(r)
     with style():
         fig, axes = plt.subplots(2, shown.shape[1], figsize=(WIDTH, 4.6), squeeze=False)
-        for row, (m, name) in zip(axes, RULES.items()):
-            for ax, (k, n) in zip(row, shown):
-                A = run_arrays(r, k, n, m)
-                if A is None:
-                    _not_run(ax)
-                    continue
-                image = draw_on_support(ax, A["M"][-1].astype(float), A["support"])
-                accuracy = shown.loc[m, (k, n)]
-                ax.set(title=f"$k={k}$, $n$ = {n:,}\ntest accuracy {accuracy:.3f}")
-            row[0].set_ylabel(name)
+        for ax, (m, (k, n)) in zip(axes.ravel(), product(RULES, shown)):
+            A = run_arrays(r, k, n, m)
+            if A is None:
+                _not_run(ax)
+                continue
+            image = _feature_panel(ax, A, (k, n), shown.loc[m, (k, n)])
+        for ax, name in zip(axes[:, 0], RULES.values()):
+            ax.set_ylabel(name)
         fig.colorbar(image, ax=axes.ravel().tolist(), shrink=.6, label="entry / largest")
     return fig
 
@@ -656,6 +727,14 @@ def _methods_in(found: pd.DataFrame | pd.Series) -> list[str]: # with a level "m
     "The update rules there are, in the order of METHODS."
     return [m for m in METHODS if m in found.index.get_level_values("method")]
 
+# %% ../../nbs/experiments/05_parity.ipynb #2cc5adb4
+def _accuracy_panel(ax: plt.Axes, found: pd.DataFrame) -> None: # index (method, iter)
+    "One task: a line a rule, with the range over seeds."
+    for m in _methods_in(found):
+        a, line = found.loc[m], look(LOOKS[m])
+        ax.plot(a.index, a["mean"], label=NAMES[m], **line)
+        ax.fill_between(a.index, a["min"], a["max"], alpha=.15, color=line["color"])
+
 # %% ../../nbs/experiments/05_parity.ipynb #7d2cba2d
 def draw_accuracy(r: Result) -> plt.Figure:
     "Test accuracy by iteration for each task and rule: mean and range over seeds."
@@ -664,11 +743,7 @@ def draw_accuracy(r: Result) -> plt.Figure:
     with style():
         fig, axes = plt.subplots(1, len(tasks), figsize=(WIDTH, 2.8), sharey=True, squeeze=False)
         for ax, (k, n) in zip(axes[0], tasks):
-            for m in _methods_in(found.loc[k, n]):
-                a = found.loc[k, n, m]
-                line = look(LOOKS[m])
-                ax.plot(a.index, a["mean"], label=NAMES[m], **line)
-                ax.fill_between(a.index, a["min"], a["max"], alpha=.15, color=line["color"])
+            _accuracy_panel(ax, found.loc[k, n])
             ax.set(title=f"$k={k}$, $n$ = {n:,}", xlabel="iteration", ylim=(.45, 1.02))
         axes[0, 0].set_ylabel("test accuracy")
         axes[0, min(2, len(tasks) - 1)].legend(fontsize=7, loc="lower right")
@@ -676,11 +751,18 @@ def draw_accuracy(r: Result) -> plt.Figure:
 
 # %% ../../nbs/experiments/05_parity.ipynb #f946a456
 def accuracy_by_ridge(r: Result) -> pd.Series: # index (k, rescaled, method, ridge)
-    "Test accuracy of the worst seed after the last iteration, k = 1 only when it is alone."
+    "Test accuracy of the worst seed at the end, k = 1 only when it is alone."
     d = part_rows(r, "scan").astype(dict(k=int))
     if d.k.nunique() > 1:
         d = d[d.k > 1]
     return d.groupby(["k", "rescaled", "method", "ridge"]).accuracy.min()
+
+# %% ../../nbs/experiments/05_parity.ipynb #530a7c40
+def _window_panel(ax: plt.Axes, found: pd.Series) -> None: # index (method, ridge)
+    "One task, M rescaled or not: a line a rule."
+    for m in _methods_in(found):
+        a = found[m]
+        ax.plot(a.index.where(a.index > 0, 1e-12), a, label=NAMES[m], **look(LOOKS[m]))
 
 # %% ../../nbs/experiments/05_parity.ipynb #37ac773d
 def draw_window(r: Result) -> plt.Figure:
@@ -691,31 +773,26 @@ def draw_window(r: Result) -> plt.Figure:
     with style():
         fig, axes = plt.subplots(len(ks), 2, figsize=(WIDTH, 1 + 1.8 * len(ks)),
                                  sharex=True, sharey=True, squeeze=False)
-        for row, k in zip(axes, ks):
-            for ax, (z, how) in zip(row, ways.items()):
-                for m in _methods_in(found[k, z]):
-                    a = found[k, z, m]
-                    at = a.index.where(a.index > 0, 1e-12)
-                    ax.plot(at, a, label=NAMES[m], **look(LOOKS[m]))
-                ax.set(xscale="log", ylim=(.42, 1.03), title=f"$k={k}$, $M$ {how}")
-            row[0].set_ylabel("test accuracy")
+        for ax, (k, z) in zip(axes.ravel(), product(ks, ways)):
+            _window_panel(ax, found[k, z])
+            ax.set(xscale="log", ylim=(.42, 1.03), title=f"$k={k}$, $M$ {ways[z]}")
+        for ax in axes[:, 0]:
+            ax.set_ylabel("test accuracy")
         for ax in axes[-1]:
             ax.set_xlabel(r"ridge $n\lambda$ (0 drawn at $10^{-12}$)")
         axes[0, 0].legend(fontsize=7, loc="lower left")
     return fig
 
 # %% ../../nbs/experiments/05_parity.ipynb #5da77a98
-def accuracy_later(r: Result) -> pd.DataFrame: # a column per (k, method, ridge), a row an iteration
-    "Test accuracy of the worst seed in the long runs."
-    d = part_rows(r, "later").astype(dict(k=int))
-    worst = {}
-    for which, g in d.groupby(["k", "method", "ridge"]):
-        worst[which] = pd.DataFrame(g.curve.tolist()).min()
-    return pd.DataFrame(worst)
+def accuracy_later(r: Result) -> pd.DataFrame: # a column per (k, method, ridge)
+    "Test accuracy of the worst seed in the long runs, a row an iteration."
+    runs = part_rows(r, "later").astype(dict(k=int)).groupby(["k", "method", "ridge"])
+    return pd.DataFrame({which: pd.DataFrame(g.curve.tolist()).min() for which, g in runs})
 
-# %% ../../nbs/experiments/05_parity.ipynb #4437c804
+# %% ../../nbs/experiments/05_parity.ipynb #e5244b5a
 RIDGE_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1))) # one a ridge, beside its colour
 
+# %% ../../nbs/experiments/05_parity.ipynb #4437c804
 def _draw_ridges(ax: plt.Axes, curves: pd.DataFrame) -> None: # a column a ridge
     "One line a ridge."
     colours = plt.get_cmap("viridis")(np.linspace(0, .9, len(RIDGE_DASHES)))
@@ -723,12 +800,17 @@ def _draw_ridges(ax: plt.Axes, curves: pd.DataFrame) -> None: # a column a ridge
         curve = curves[ridge].dropna()
         ax.plot(curve.index, curve, color=colour, linestyle=dash, lw=1.3, label=f"{ridge:g}")
 
+# %% ../../nbs/experiments/05_parity.ipynb #706d9145
+def _tasks_and_rules(worst: pd.DataFrame) -> list[tuple[int, str]]: # of accuracy_later
+    "The panels: by k, and the rules in the order of METHODS."
+    there = {(k, m) for k, m, _ in worst}
+    return [(k, m) for k in sorted({k for k, _ in there}) for m in METHODS if (k, m) in there]
+
 # %% ../../nbs/experiments/05_parity.ipynb #7d8551a0
 def draw_later(r: Result) -> plt.Figure:
     "Accuracy over many iterations without rescaling: one line a ridge, one panel a rule and task."
     worst = accuracy_later(r)
-    there = {(k, m) for k, m, _ in worst}
-    shown = [(k, m) for k in sorted({k for k, _ in there}) for m in METHODS if (k, m) in there]
+    shown = _tasks_and_rules(worst)
     with style():
         fig, axes = plt.subplots(1, len(shown), figsize=(WIDTH, 2.8), sharey=True, squeeze=False)
         for ax, (k, m) in zip(axes[0], shown):
@@ -740,38 +822,45 @@ def draw_later(r: Result) -> plt.Figure:
     return fig
 
 # %% ../../nbs/experiments/05_parity.ipynb #6cb8290d
-def iterations_needed(r: Result) -> pd.DataFrame: # a row a run, index (method, n); accuracy, snr, …
+def iterations_needed(r: Result) -> pd.DataFrame: # a row a run, index (method, n)
     "Accuracy, predicted signal, and iterations until accuracy .99, for k = 4."
     d = part_rows(r, "need")
-    never = r.config["need_iters"] + 1
-    first = d["first"] if "first" in d else pd.Series(np.nan, d.index)
-    d = d.assign(iterations=first.astype(float).fillna(never))
+    first = d.get("first", pd.Series(np.nan, d.index)).astype(float) # no column: none learned
+    d = d.assign(iterations=first.fillna(r.config["need_iters"] + 1))
     return d.set_index(["method", "n"])[["accuracy", "snr", "iterations"]]
+
+# %% ../../nbs/experiments/05_parity.ipynb #f1b514d5
+def _mark_smaller_parities(ax: plt.Axes, d: int) -> None:
+    "A grey line at p, below which nothing is learned."
+    p = smaller_parities(d, 4)
+    ax.axvline(p, color="grey", lw=1)
+    ax.text(p, .97, f"$p$ = {p:,} ", fontsize=7, rotation=90, ha="right", va="top")
 
 # %% ../../nbs/experiments/05_parity.ipynb #0b69707e
 def _draw_points(ax: plt.Axes, r: Result, runs: pd.DataFrame) -> None: # of iterations_needed
     "Accuracy against the number of points, with p."
-    d, p = r.config["need_d"], smaller_parities(r.config["need_d"], 4)
     for m in _methods_in(runs):
         mean = runs.loc[m].groupby("n").accuracy.mean()
         ax.plot(mean.index, mean, label=NAMES[m], **look(LOOKS[m]))
-    ax.axvline(p, color="grey", lw=1)
-    ax.text(p, .97, f"$p$ = {p:,} ", fontsize=7, rotation=90, ha="right", va="top")
-    ax.set(xlabel="$n$", ylabel=f"test accuracy, {r.config['need_iters']} iterations",
-           title=f"$k=4$, $d={d}$")
+    d, iters = r.config["need_d"], r.config["need_iters"]
+    _mark_smaller_parities(ax, d)
+    ax.set(xlabel="$n$", ylabel=f"test accuracy, {iters} iterations", title=f"$k=4$, $d={d}$")
     ax.legend(fontsize=7, loc="lower right")
+
+# %% ../../nbs/experiments/05_parity.ipynb #aed21b34
+def _mark_never(ax: plt.Axes, never: int) -> None: # one iteration past the last
+    "A grey line for the runs that did not learn."
+    ax.axhline(never, color="grey", lw=1)
+    ax.text(.99, never, "not learned", fontsize=8, ha="right", va="bottom",
+            transform=ax.get_yaxis_transform())
 
 # %% ../../nbs/experiments/05_parity.ipynb #a59d7e1b
 def _draw_prediction(ax: plt.Axes, r: Result, runs: pd.DataFrame) -> None: # of iterations_needed
     "Iterations until it is learned against the predicted signal."
-    never = r.config["need_iters"] + 1
     for m in _methods_in(runs):
-        one = runs.loc[m]
         points = look(LOOKS[m]) | dict(linestyle="none")
-        ax.plot(one.snr, one.iterations, alpha=.7, **points)
-    ax.axhline(never, color="grey", lw=1)
-    ax.text(.99, never, "not learned", fontsize=8, ha="right", va="bottom",
-            transform=ax.get_yaxis_transform())
+        ax.plot(runs.loc[m].snr, runs.loc[m].iterations, alpha=.7, **points)
+    _mark_never(ax, r.config["need_iters"] + 1)
     ax.set(xscale="log", xlabel="predicted signal / noise",
            ylabel="iterations until accuracy .99", title="prediction")
 
@@ -838,20 +927,25 @@ def sizes(config: Mapping[str, Any], unit: Mapping[str, Any]) -> dict[str, float
     return dict(n=n, d=config["d"])
 
 # %% ../../nbs/experiments/05_parity.ipynb #97bca888
-def _fits(cfg: Config, unit: dict[str, Any]) -> float:
+def _fits(cfg: Config, unit: Unit) -> float:
     "How many kernel machines a unit fits."
     part = unit["part"]
     if part == "learn": return unit.get("iters", cfg.iters) + 1
     if part == "scan": return len(cfg.ridges) * (cfg.iters + 1)
     return unit["seeds"] * (cfg.later + 1) if part == "later" else 4 * (cfg.need_iters + 1)
 
+# %% ../../nbs/experiments/05_parity.ipynb #e6c23cc6
+def _matrices_held(cfg: Config, n: int) -> float:
+    "How many kernel matrices lie in memory at once; half of one where a whole does not fit."
+    room = cfg.memory * 1e9 / (8 * n**2)
+    if room >= 2.2: return 2.2
+    return 1.2 if room >= 1.03 else .55
+
 # %% ../../nbs/experiments/05_parity.ipynb #d980fae2
-def work(cfg: Config, unit: dict[str, Any]) -> Work:
+def work(cfg: Config, unit: Unit) -> Work:
     "What a unit asks of a machine."
-    d = cfg.need_d if unit["part"] == "need" else cfg.d
-    room = cfg.memory * 1e9 / (8 * unit["n"]**2)
-    matrices = 2.2 if room >= 2.2 else 1.2 if room >= 1.03 else .55
-    return fit_work(unit["n"], d, 1, _fits(cfg, unit), matrices)
+    n, d = unit["n"], cfg.need_d if unit["part"] == "need" else cfg.d
+    return fit_work(n, d, 1, _fits(cfg, unit), _matrices_held(cfg, n))
 
 # %% ../../nbs/experiments/05_parity.ipynb #b68b2de0
 experiment = Experiment(

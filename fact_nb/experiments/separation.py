@@ -17,7 +17,6 @@ __all__ = ['MATRIX_TITLES', 'CHI', 'TINY_EPS', 'SCAN_CURVES', 'experiment', 'tit
 
 # %% ../../nbs/experiments/01_separation.ipynb #ad7e3622
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Callable, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -37,9 +36,9 @@ from ..networks.two_layer import two_layer_loss as objective
 from ..networks.two_layer import two_layer_matrices as matrices
 from ..networks.two_layer import two_layer_weights as weights
 from ..lab.claims import threshold
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
-from ..lab.marks import field_sizes, resting_on
+from ..lab.experiment import Context, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
+from ..lab.marks import Decide, field_sizes, resting_on
 from ..lab.needs import Work
 from ..lab.store import Result
 
@@ -58,19 +57,30 @@ class Config:
     adam_lr: float = .01 # its learning rate
     adam_lams: tuple[float, ...] = in_grid(()) # λ of the Adam runs; none when empty
 
-    def check(self) -> None: _check(self)
+    def check(self) -> None:
+        _check_ranges(self)
+        _check_counts(self)
+        _check_bound(self)
 
 # %% ../../nbs/experiments/01_separation.ipynb #bdff8065
-def _check(cfg: Config) -> None:
-    "A UsageError for settings that cannot work."
+def _check_ranges(cfg: Config) -> None:
+    "Numbers that are positive or lie between 0 and 1."
     for name in ("tau", "lams", "powers", "adam_lr", "eps", "adam_lams"):
         value = getattr(cfg, name)
         require(bool(np.all(np.atleast_1d(value) > 0)), f"{name} must be positive, it is {value}")
-    require(cfg.width >= 7, f"width must be at least 7 (the theorem needs it), it is {cfg.width}")
-    require(cfg.seeds >= 1 and cfg.adam_steps >= 1, "seeds and adam_steps must be at least 1")
     inside = all(0 < v < 1 for v in (*cfg.ps, *cfg.eps, cfg.tau))
     require(inside, "p, eps and tau must lie between 0 and 1")
+
+# %% ../../nbs/experiments/01_separation.ipynb #03f3c3d2
+def _check_counts(cfg: Config) -> None:
+    "Numbers of neurons, starts, steps and settings."
+    require(cfg.width >= 7, f"width must be at least 7 (the theorem needs it), it is {cfg.width}")
+    require(cfg.seeds >= 1 and cfg.adam_steps >= 1, "seeds and adam_steps must be at least 1")
     require(len(cfg.ps) > 0 and len(cfg.lams) > 0, "ps and lams need at least one value each")
+
+# %% ../../nbs/experiments/01_separation.ipynb #724269db
+def _check_bound(cfg: Config) -> None:
+    "The bound on AGOP must be able to fail."
     limit = cfg.tau**2 / 36
     require(max(cfg.ps) < limit,
             f"ps must stay below τ²/36 = {limit:.2g}, it is {max(cfg.ps):g}: beyond, the bound on "
@@ -90,8 +100,7 @@ presets = dict(
 MATRIX_TITLES = dict(NFM=r"$W^\top W$", FACT="FACT", AGOP="AGOP", eNFA="eNFA")
 
 # %% ../../nbs/experiments/01_separation.ipynb #1ea859ec
-def titled_matrices(M: dict[str, np.ndarray], # by name, as in MATRIX_TITLES
-                   ) -> dict[str, np.ndarray]: # by title
+def titled_matrices(M: dict[str, np.ndarray]) -> dict[str, np.ndarray]: # by name -> by title
     "The four matrices under their titles, with the cosine to WᵀW."
     N = torch.from_numpy(M["NFM"])
     near = {k: f"\ncos {cosine(torch.from_numpy(A), N):.3f}" for k, A in M.items() if k != "NFM"}
@@ -106,7 +115,7 @@ class Inequality(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        "Does it hold? There is room for rounding, relative to the right side only."
+        "Does it hold, up to rounding of the right side?"
         return self.left <= self.right + 1e-9 * abs(self.right)
 
 # %% ../../nbs/experiments/01_separation.ipynb #66644b55
@@ -126,17 +135,15 @@ class Minimiser(NamedTuple):
     @property
     def matrices(self) -> dict[str, Tensor]: return matrices(self.theta, self.data, self.lam)
 
+# %% ../../nbs/experiments/01_separation.ipynb #03c16314
+_SIX_ROWS = [[1., 1., 0., 0.], [1., 0., 0., 0.], [0., 1., 0., 0.], # w of each neuron
+             [0., 0., 1., 1.], [0., 0., 1., 0.], [0., 0., 0., 1.]]
+
 # %% ../../nbs/experiments/01_separation.ipynb #e29f375f
-def six_neurons(tau: float, # of the target
-                # outer weights of the single-coordinate neurons, in units of τ and of 1
-                a: tuple[float, float] = (-.5, -.5),
-               ) -> Tensor: # θ of a network of width 6
+def six_neurons(tau: float, a: tuple[float, float] = (-.5, -.5)) -> Tensor: # θ, width 6
     "The six-neuron network of step 1 of the proof."
-    pair, first, second = [1., 1.], [1., 0.], [0., 1.]
-    rows = [[*on_12, 0., 0.] for on_12 in (pair, first, second)]
-    rows += [[0., 0., *on_34] for on_34 in (pair, first, second)]
     outer = [tau / 2, a[0] * tau, a[0] * tau, .5, a[1], a[1]]
-    return torch.tensor([*outer, *np.ravel(rows)], dtype=torch.float64)
+    return torch.tensor([*outer, *np.ravel(_SIX_ROWS)], dtype=torch.float64)
 
 # %% ../../nbs/experiments/01_separation.ipynb #9eb35c98
 def proof_step1(m: Minimiser) -> list[Inequality]:
@@ -149,8 +156,7 @@ CHI = torch.tensor([[3, 0, 0], # χ⁽⁰⁾ at t = 0, 1, 2
                     [1.5, -3, 1.5]], dtype=torch.float64) # χ⁽²⁾
 
 # %% ../../nbs/experiments/01_separation.ipynb #b459601c
-def coefficients(theta: Tensor, # flat, 5·width
-                ) -> Tensor: # 4 × 4, upper triangular
+def coefficients(theta: Tensor) -> Tensor: # 4 × 4, upper triangular
     "The coefficients c_ij (i ≤ j) of f(x) = Σ c_ij x_i x_j."
     a, W = weights(theta)
     Q = (W.T * a) @ W # f = xᵀQx
@@ -160,47 +166,74 @@ def coefficients(theta: Tensor, # flat, 5·width
 def proof_step2(m: Minimiser) -> list[Inequality]:
     "The coefficients are within δ of those of f*."
     star = torch.zeros(4, 4, dtype=torch.float64)
-    star[0, 1] = m.tau
-    star[2, 3] = 1.
+    star[0, 1], star[2, 3] = m.tau, 1.
     off = (coefficients(m.theta) - star).abs().max()
     return [Inequality("coefficients", float(off), m.delta)]
 
+# %% ../../nbs/experiments/01_separation.ipynb #e805e915
+def _cube() -> Tensor: # 81 × 4
+    "The points of {0, 1, 2}⁴."
+    return torch.cartesian_prod(*[torch.arange(3, dtype=torch.float64)] * 4)
+
 # %% ../../nbs/experiments/01_separation.ipynb #e408641c
-def gradient_bound(big: float, # bound for c₁₂ and c₃₄
-                   small: float, # bound for the other eight coefficients
-                  ) -> float:
+def gradient_bound(
+    big: float, # bound for c₁₂ and c₃₄
+    small: float, # bound for the other eight coefficients
+) -> float:
     "max over x ∈ {0,1,2}⁴ of ‖∇f∇fᵀ‖_F when the coefficients are so bounded."
     C = torch.full((4, 4), small, dtype=torch.float64)
     C[0, 1] = C[2, 3] = big
-    X = torch.tensor(list(product((0., 1., 2.), repeat=4)), dtype=torch.float64)
-    G = X @ (C.triu() + C.triu().T) # ∇f = (C + Cᵀ)x, largest when all signs agree
+    G = _cube() @ (C.triu() + C.triu().T) # ∇f = (C + Cᵀ)x, largest when all signs agree
     return float(G.square().sum(1).max())
 
-# %% ../../nbs/experiments/01_separation.ipynb #7bbd19d3
-def proof_step3(m: Minimiser) -> list[Inequality]:
-    "AGOP is that of the heavy point up to O(p): as a matrix, in its eigenvalues, in its direction."
-    e12 = torch.tensor([1., 1, 0, 0], dtype=torch.float64)
-    heavy = forward(m.theta, e12[None]).df[0]
-    agop = m.matrices["AGOP"]
-    e, V = torch.linalg.eigh(agop)
-    off = V[:, -1] - (V[:, -1] @ e12) * e12 / 2
-    gap = float((agop - m.tau**2 * torch.outer(e12, e12)).norm())
-    rest = float((agop - torch.outer(heavy, heavy)).norm())
+# %% ../../nbs/experiments/01_separation.ipynb #c6494a6d
+_E12 = torch.tensor([1., 1, 0, 0], dtype=torch.float64) # the heavy point
+
+def _agop_gap(m: Minimiser) -> float:
+    "How far AGOP is from τ²(e₁+e₂)(e₁+e₂)ᵀ."
+    return float((m.matrices["AGOP"] - m.tau**2 * torch.outer(_E12, _E12)).norm())
+
+# %% ../../nbs/experiments/01_separation.ipynb #6c56cc43
+def _agop_as_matrix(m: Minimiser) -> list[Inequality]:
+    "AGOP is that of the heavy point up to O(p), and near its limit."
+    heavy = forward(m.theta, _E12[None]).df[0]
+    rest = float((m.matrices["AGOP"] - torch.outer(heavy, heavy)).norm())
     return [Inequality("agop-heavy", rest, 36 * 2**.5 * m.p),
-            Inequality("agop-shape", gap, 100 * m.p + 1000 * m.delta**.5),
-            Inequality("weyl-second", float(e[-2]), gap),
+            Inequality("agop-shape", _agop_gap(m), 100 * m.p + 1000 * m.delta**.5)]
+
+# %% ../../nbs/experiments/01_separation.ipynb #7bbd19d3
+def _agop_spectrum(m: Minimiser) -> list[Inequality]:
+    "The two largest eigenvalues of AGOP, and its leading direction."
+    e, V = torch.linalg.eigh(m.matrices["AGOP"])
+    off = V[:, -1] - (V[:, -1] @ _E12) * _E12 / 2
+    gap = _agop_gap(m)
+    return [Inequality("weyl-second", float(e[-2]), gap),
             Inequality("weyl-first", float((e[-1] - 2 * m.tau**2).abs()), gap),
             Inequality("davis-kahan", float(off.norm()), 2 * gap / (2 * m.tau**2))]
 
+# %% ../../nbs/experiments/01_separation.ipynb #5cf61ce0
+def proof_step3(m: Minimiser) -> list[Inequality]:
+    "AGOP is near its limit: as a matrix, in its eigenvalues, in its direction."
+    return [*_agop_as_matrix(m), *_agop_spectrum(m)]
+
 # %% ../../nbs/experiments/01_separation.ipynb #a8f5124e
+def _columns_12(m: Minimiser) -> Inequality:
+    "(a) Columns 1 and 2 of W cost no more than rebuilding what they do."
+    squares = m.matrices["NFM"].diag()
+    cheap = 100 * (m.tau + m.delta)**(2 / 3)
+    return Inequality("columns-12", float(squares[0] + squares[1]), cheap)
+
+# %% ../../nbs/experiments/01_separation.ipynb #f94d82f0
+def _columns_34(m: Minimiser) -> Inequality:
+    "(b) Column 3 or 4 of W is large."
+    largest = m.matrices["NFM"].diag()[2:].max().sqrt()
+    c34 = coefficients(m.theta)[2, 3].item()
+    return Inequality("columns-34", -float(largest), -float(np.sqrt(c34 / 8)))
+
+# %% ../../nbs/experiments/01_separation.ipynb #6b365a60
 def proof_step4(m: Minimiser) -> list[Inequality]:
     "Columns 1 and 2 of W are small, column 3 or 4 is not."
-    squares = m.matrices["NFM"].diag()
-    c34 = coefficients(m.theta)[2, 3].item()
-    largest = float(squares[2:].max().sqrt())
-    cheap = 100 * (m.tau + m.delta)**(2 / 3)
-    return [Inequality("columns-12", float(squares[0] + squares[1]), cheap),
-            Inequality("columns-34", -largest, -float(np.sqrt(c34 / 8)))]
+    return [_columns_12(m), _columns_34(m)]
 
 # %% ../../nbs/experiments/01_separation.ipynb #73c8c3db
 def proof_rows(m: Minimiser) -> list[Inequality]:
@@ -208,8 +241,7 @@ def proof_rows(m: Minimiser) -> list[Inequality]:
     return [*proof_step1(m), *proof_step2(m), *proof_step3(m), *proof_step4(m)]
 
 # %% ../../nbs/experiments/01_separation.ipynb #615cacf0
-def min_norm(Q: Tensor # symmetric d × d
-            ) -> tuple[float, Tensor, Tensor]: # cost, a (d), W (d × d)
+def min_norm(Q: Tensor) -> tuple[float, Tensor, Tensor]: # cost, a (d), W (d × d)
     "The cheapest network with f(x) = xᵀQx: its cost and its weights."
     e, V = torch.linalg.eigh(Q)
     u = (2 * e.square()).pow(1 / 3) # ‖w‖²
@@ -218,9 +250,7 @@ def min_norm(Q: Tensor # symmetric d × d
     return cost, a, u.sqrt()[:, None] * V.T
 
 # %% ../../nbs/experiments/01_separation.ipynb #ebd8f1fc
-def form_gap(Q: Tensor, # symmetric d × d
-             width: int, # neurons
-            ) -> Callable[[Any], Tensor]: # z = (a, W) -> d(d + 1)/2 numbers, zero if z represents Q
+def form_gap(Q: Tensor, width: int) -> Callable[[Any], Tensor]: # z = (a, W) -> d(d + 1)/2 zeros
     "What a network's form lacks to be Q, as constraints for an optimiser."
     d = len(Q)
     i, j = torch.triu_indices(d, d)
@@ -230,59 +260,63 @@ def form_gap(Q: Tensor, # symmetric d × d
         return ((W.T * a) @ W - Q)[i, j]
     return gap
 
-# %% ../../nbs/experiments/01_separation.ipynb #f2d16d9b
-def min_norm_numeric(Q: Tensor, # symmetric d × d
-                     width: int, # neurons
-                     seed: int, # of the random start
-                    ) -> float: # inf when the optimiser did not end on a network that represents Q
-    "The same minimum found by a constrained optimiser that knows nothing of the lemma."
+# %% ../../nbs/experiments/01_separation.ipynb #4bf462e4
+def _represents(Q: Tensor, width: int) -> dict[str, Any]:
+    "The constraint that a network has the form Q, as SciPy wants it."
     gap = form_gap(Q, width)
     jacobian = lambda z: torch.func.jacrev(gap)(torch.as_tensor(z)).numpy()
-    start = np.random.default_rng(seed).normal(size=width * (len(Q) + 1))
-    found = minimize(
-        lambda z: (z @ z, 2 * z), start, jac=True, method="SLSQP",
-        options=dict(maxiter=2000, ftol=1e-14),
-        constraints=dict(type="eq", fun=lambda z: gap(z).numpy(), jac=jacobian))
-    return float(found.fun) if gap(found.x).abs().max() < 1e-8 else float("inf")
+    return dict(type="eq", fun=lambda z: gap(z).numpy(), jac=jacobian)
 
-# %% ../../nbs/experiments/01_separation.ipynb #13bf9111
-def limit_matrices(p: float, # weight of the uniform part
-                   tau: float, # coefficient of x₁x₂
-                  ) -> dict[str, Tensor]: # NFM, AGOP
-    "WᵀW and AGOP of the minimiser in the limit λ → 0."
-    X, y, w = mixture(p, tau)
+# %% ../../nbs/experiments/01_separation.ipynb #f2d16d9b
+def min_norm_numeric(Q: Tensor, width: int, seed: int) -> float: # inf: it ended elsewhere
+    "The same minimum found by a constrained optimiser that knows nothing of the lemma."
+    start = np.random.default_rng(seed).normal(size=width * (len(Q) + 1))
+    found = minimize(lambda z: (z @ z, 2 * z), start, jac=True, method="SLSQP",
+                     options=dict(maxiter=2000, ftol=1e-14), constraints=_represents(Q, width))
+    met = form_gap(Q, width)(found.x).abs().max() < 1e-8
+    return float(found.fun) if met else float("inf")
+
+# %% ../../nbs/experiments/01_separation.ipynb #2dfaef05
+def _target_form(tau: float) -> Tensor: # 4 × 4
+    "Q of f*(x) = τx₁x₂ + x₃x₄."
     Q = torch.zeros(4, 4, dtype=torch.float64)
     Q[0, 1] = Q[1, 0] = tau / 2
     Q[2, 3] = Q[3, 2] = .5
+    return Q
+
+# %% ../../nbs/experiments/01_separation.ipynb #13bf9111
+def limit_matrices(p: float, tau: float) -> dict[str, Tensor]: # NFM, AGOP
+    "WᵀW and AGOP of the minimiser in the limit λ → 0."
+    X, y, w = mixture(p, tau)
+    Q = _target_form(tau)
     _, _, W = min_norm(Q)
     df = 2 * X @ Q
     return dict(NFM=W.T @ W, AGOP=(w[:, None] * df).T @ df)
 
 # %% ../../nbs/experiments/01_separation.ipynb #sx000002
-def symmetric_features(X: Tensor # n × 4
-                      ) -> Tensor: # n × 5: ∂f/∂v
+def symmetric_features(X: Tensor) -> Tensor: # n × 4 -> n × 5: ∂f/∂v
     "What each of the five numbers multiplies in f."
     x1, x2, x3, x4 = X.T
     return torch.stack([x1**2 + x2**2, 2 * x1 * x2, x3**2 + x4**2, 2 * x3 * x4,
                         2 * (x1 + x2) * (x3 + x4)], 1)
 
 # %% ../../nbs/experiments/01_separation.ipynb #sx000003
-def symmetric_form(v: Tensor # 5: diagonal and product of x₁, x₂, of x₃, x₄, and the cross term
-                  ) -> Tensor: # Q, 4 × 4
-    "The quadratic form with these numbers."
+def symmetric_form(v: Tensor) -> Tensor: # 5 -> 4 × 4
+    "Q with diagonal and product of x₁, x₂, those of x₃, x₄, and the cross term."
     a1, b1, a2, b2, e = v
     return torch.stack([torch.stack([a1, b1, e, e]), torch.stack([b1, a1, e, e]),
                         torch.stack([e, e, a2, b2]), torch.stack([e, e, b2, a2])])
 
+# %% ../../nbs/experiments/01_separation.ipynb #de6578ce
+def _uniform_average() -> Tensor: # 5 × 5
+    "E φφᵀ over the uniform part."
+    F = symmetric_features(_cube())
+    return F.T @ F / len(F)
+
 # %% ../../nbs/experiments/01_separation.ipynb #sx000005
-def solve_average(u: Tensor, # 5
-                  p: float, # weight of the uniform part
-                 ) -> Tensor: # A⁻¹u
+def solve_average(u: Tensor, p: float) -> Tensor: # A⁻¹u; p: weight of the uniform part
     "(E φφᵀ)⁻¹ u for the mixture, by Sherman and Morrison's formula."
-    X = torch.cartesian_prod(*[torch.arange(3, dtype=torch.float64)] * 4)
-    F = symmetric_features(X)
-    B = F.T @ F / len(X)
-    heavy = symmetric_features(torch.tensor([[1., 1., 0., 0.]], dtype=torch.float64))[0]
+    B, heavy = _uniform_average(), symmetric_features(_E12[None])[0]
     Bu, Bh = torch.linalg.solve(B, u), torch.linalg.solve(B, heavy)
     return (Bu - Bh * (1 - p) * (heavy @ Bu) / (p + (1 - p) * (heavy @ Bh))) / p
 
@@ -292,33 +326,39 @@ class TinyDecay(NamedTuple):
     minimiser: Minimiser
     off: Tensor # u: 5
 
+# %% ../../nbs/experiments/01_separation.ipynb #a29aea26
+def _sum_of_powers(v: Tensor) -> Tensor:
+    "Σ|σᵢ|^⅔ of the form with these numbers: its cost without the constant."
+    return torch.linalg.eigvalsh(symmetric_form(v)).abs().pow(2 / 3).sum()
+
 # %% ../../nbs/experiments/01_separation.ipynb #sx000007
 def tiny_decay(p: float, tau: float, lam: float) -> TinyDecay:
     "The minimiser near f*, without an optimiser."
     star = torch.tensor([0., tau / 2, 0., .5, 0.], dtype=torch.float64)
-    u = torch.zeros(5, dtype=torch.float64)
-    cost = lambda v: torch.linalg.eigvalsh(symmetric_form(v)).abs().pow(2 / 3).sum()
-    slope = torch.func.grad(cost)
+    u, slope = torch.zeros(5, dtype=torch.float64), torch.func.grad(_sum_of_powers)
     for _ in range(60):
         u = -lam / 4 * 3 / 2**(2 / 3) * solve_average(slope(star + u), p)
     _, a, W = min_norm(symmetric_form(star + u))
     return TinyDecay(Minimiser(p, tau, lam, torch.cat([a, W.flatten()])), u)
 
+# %% ../../nbs/experiments/01_separation.ipynb #8b6065b4
+def _cheapest(*v: float) -> tuple[Tensor, Tensor]: # a, W
+    "The cheapest network of the symmetric form with these numbers."
+    _, a, W = min_norm(symmetric_form(torch.tensor(v, dtype=torch.float64)))
+    return a, W
+
 # %% ../../nbs/experiments/01_separation.ipynb #sx000011
 def wrong_networks(m: Minimiser) -> list[Minimiser]:
     "The exchanged, the ten times too large and the lopsided network at the same setting."
     half = m.tau / 2
-    exchanged, large, right = (min_norm(symmetric_form(torch.tensor(v, dtype=torch.float64)))
-                               for v in ([0., .5, 0., half, 0.], [0., 10 * half, 0., 5., 0.],
-                                         [0., half, 0., .5, 0.]))
-    pairs = [exchanged[1:], large[1:], (100 * right[1], right[2] / 10)]
+    exchanged, large = _cheapest(0., .5, 0., half, 0.), _cheapest(0., 10 * half, 0., 5., 0.)
+    a, W = _cheapest(0., half, 0., .5, 0.)
+    pairs = [exchanged, large, (100 * a, W / 10)]
     return [m._replace(theta=torch.cat([a, W.flatten()])) for a, W in pairs]
 
 # %% ../../nbs/experiments/01_separation.ipynb #sx000012
-def can_fail(m: Minimiser, # whose setting
-             check: Inequality, # of `proof_rows`
-            ) -> bool:
-    "Does a wrong network break this inequality?"
+def can_fail(m: Minimiser, check: Inequality) -> bool: # check: of `proof_rows`
+    "Does a wrong network at this setting break the inequality?"
     wrong = [q for w in wrong_networks(m) for q in proof_rows(w) if q.name == check.name]
     return not all(q.ok for q in wrong)
 
@@ -327,35 +367,46 @@ def agop_column(s: float) -> str:
     "The name of the column of a power of AGOP."
     return f"AGOP^{s:g}"
 
+# %% ../../nbs/experiments/01_separation.ipynb #b194e839
+def _shape_of(N: Tensor) -> dict[str, float]: # WᵀW
+    "Its stable rank, and the share of its trace on coordinates 3 and 4."
+    rank = N.trace() / torch.linalg.matrix_norm(N, 2)
+    share = (N[2, 2] + N[3, 3]) / N.trace()
+    return dict(stable_rank=float(rank), share34=float(share))
+
 # %% ../../nbs/experiments/01_separation.ipynb #8433eed0
-def alignment_row(M: dict[str, Tensor], # by name; the closed form has no FACT and no eNFA
-                  powers: tuple[float, ...], # s of AGOPˢ
-                 ) -> dict[str, float]:
+def alignment_row(
+    M: dict[str, Tensor], # by name; the closed form has no FACT and no eNFA
+    powers: tuple[float, ...], # s of AGOPˢ
+) -> dict[str, float]:
     "Cosines of FACT, eNFA and AGOPˢ with WᵀW, and FACT's relative error."
     N = M["NFM"]
     row = {agop_column(s): cosine(psd_power(M["AGOP"], s, negative="clip"), N) for s in powers}
     if "FACT" in M:
         row |= dict(FACT=cosine(M["FACT"], N), r=rel_err(N, M["FACT"]), eNFA=cosine(M["eNFA"], N))
-    rank = N.trace() / torch.linalg.matrix_norm(N, 2)
-    share = (N[2, 2] + N[3, 3]) / N.trace()
-    return row | dict(stable_rank=float(rank), share34=float(share))
+    return row | _shape_of(N)
+
+# %% ../../nbs/experiments/01_separation.ipynb #9cdccd0c
+def _aligned(theta: Tensor, data: Mixture, lam: float, cfg: Config) -> dict[str, float]:
+    "How the quantities of a network agree with its WᵀW."
+    return alignment_row(matrices(theta, data, lam), cfg.powers)
 
 # %% ../../nbs/experiments/01_separation.ipynb #b6b51158
-def from_all_starts(cfg: Config,
-                    p: float, # weight of the uniform part
-                    tau: float, # coefficient of x₁x₂
-                    lam: float, # λ
-                    ctx: Context,
-                   ) -> tuple[list[dict], Tensor]: # a row for each start, parameters of the lowest
+def from_all_starts(
+    cfg: Config, p: float, tau: float, lam: float, ctx: Context,
+) -> tuple[list[dict], Tensor]: # a row for each start, parameters of the lowest
     "Solve from every start."
     seeds = ctx.bar(range(cfg.seeds), desc=f"p={p:g} λ={lam:g}")
     found = [solve(p, tau, lam, cfg.width, s) for s in seeds]
-    best = min(range(cfg.seeds), key=lambda s: found[s].loss)
-    rows = []
-    for s, c in enumerate(found):
-        aligned = alignment_row(matrices(c.theta, mixture(p, tau), lam), cfg.powers)
-        rows.append(dict(start=s, best=s == best, loss=c.loss, grad_norm=c.grad_norm, **aligned))
+    best, data = min(range(cfg.seeds), key=lambda s: found[s].loss), mixture(p, tau)
+    rows = [dict(start=s, best=s == best, loss=c.loss, grad_norm=c.grad_norm,
+                 **_aligned(c.theta, data, lam, cfg)) for s, c in enumerate(found)]
     return rows, found[best].theta
+
+# %% ../../nbs/experiments/01_separation.ipynb #88d93393
+def _check_row(q: Inequality) -> dict[str, Any]:
+    "Both sides of an inequality, and whether it holds."
+    return dict(check=q.name, left=q.left, right=q.right, ok=q.ok)
 
 # %% ../../nbs/experiments/01_separation.ipynb #d8af0792
 def scan(cfg: Config, unit: dict, ctx: Context) -> Output:
@@ -363,63 +414,86 @@ def scan(cfg: Config, unit: dict, ctx: Context) -> Output:
     p, lam = unit["p"], unit["lam"]
     rows, theta = from_all_starts(cfg, p, cfg.tau, lam, ctx)
     m = Minimiser(p, cfg.tau, lam, theta)
-    proof = [dict(check=q.name, left=q.left, right=q.right, ok=q.ok) for q in proof_rows(m)]
-    return Output(rows + proof, {k: v.numpy() for k, v in m.matrices.items()})
+    rows += [_check_row(q) for q in proof_rows(m)]
+    return Output(rows, {k: v.numpy() for k, v in m.matrices.items()})
+
+# %% ../../nbs/experiments/01_separation.ipynb #27ce453f
+def _at_limit(cfg: Config, p: float, tau: float) -> dict[str, float]:
+    "The closed form at one setting."
+    return alignment_row(limit_matrices(p, tau), cfg.powers)
 
 # %% ../../nbs/experiments/01_separation.ipynb #21b25fd4
 def trend(cfg: Config, unit: dict, ctx: Context) -> Output:
     "The theorem's scaling at one ε: by L-BFGS, and in the limit λ → 0."
     e = unit["eps"]
     rows, _ = from_all_starts(cfg, e**8, e**3, e**40, ctx)
-    exact = alignment_row(limit_matrices(e**8, e**3), cfg.powers)
-    return Output([*rows, dict(limit=True, **exact)])
+    return Output([*rows, dict(limit=True, **_at_limit(cfg, e**8, e**3))])
 
 # %% ../../nbs/experiments/01_separation.ipynb #327ef13f
 def limit(cfg: Config, unit: dict, ctx: Context) -> Output:
     "The closed form along ε → 0, and its value at the paper's τ for each p."
-    aligned = lambda p, tau: alignment_row(limit_matrices(p, tau), cfg.powers)
-    along = [dict(eps=e, **aligned(e**8, e**3)) for e in np.logspace(-.05, -5, 25)]
-    return Output(along + [dict(p=p, **aligned(p, cfg.tau)) for p in cfg.ps])
+    eps = np.logspace(-.05, -5, 25)
+    along = [dict(eps=e, **_at_limit(cfg, e**8, e**3)) for e in eps]
+    return Output(along + [dict(p=p, **_at_limit(cfg, p, cfg.tau)) for p in cfg.ps])
+
+# %% ../../nbs/experiments/01_separation.ipynb #63d00ec3
+def _exact_inequalities(found: TinyDecay) -> list[Inequality]:
+    "The proof's inequalities, that of the coefficients from their own digits."
+    m = found.minimiser
+    rows = {q.name: q for q in proof_rows(m)}
+    rows["coefficients"] = Inequality("coefficients", 2 * float(found.off.abs().max()), m.delta)
+    return list(rows.values())
 
 # %% ../../nbs/experiments/01_separation.ipynb #23b68f52
 TINY_EPS = (.3, .1, .03, .01, .003, .001)
 
 def exact_rows(eps: float) -> list[dict[str, Any]]:
-    "The inequalities at τ = ε³, p = ε⁸, λ = ε³²p; the coefficients from their own digits."
+    "The inequalities at τ = ε³, p = ε⁸, λ = ε³²p."
     found = tiny_decay(eps**8, eps**3, eps**40)
-    m = found.minimiser
-    rows = {q.name: q for q in proof_rows(m)}
-    rows["coefficients"] = Inequality("coefficients", 2 * float(found.off.abs().max()), m.delta)
-    return [dict(exact=eps, check=q.name, left=q.left, right=q.right, ok=q.ok,
-                 can_fail=can_fail(m, q)) for q in rows.values()]
+    return [dict(exact=eps, **_check_row(q), can_fail=can_fail(found.minimiser, q))
+            for q in _exact_inequalities(found)]
 
 # %% ../../nbs/experiments/01_separation.ipynb #5c66eaf5
 def exact(cfg: Config, unit: dict, ctx: Context) -> Output:
     "The proof's inequalities where they can fail."
     return Output([row for eps in TINY_EPS for row in exact_rows(eps)])
 
+# %% ../../nbs/experiments/01_separation.ipynb #0eee3812
+def _random_form(seed: int) -> Tensor: # 3 × 3, symmetric
+    "A quadratic form in three variables."
+    rng = torch.Generator().manual_seed(seed)
+    A = torch.randn(3, 3, dtype=torch.float64, generator=rng)
+    return A + A.T
+
 # %% ../../nbs/experiments/01_separation.ipynb #ace0e194
 def min_norm_row(seed: int) -> dict[str, Any]:
     "The cheapest network of a random form, by the optimiser, in units of Σσ^⅔."
-    rng = torch.Generator().manual_seed(seed)
-    A = torch.randn(3, 3, dtype=torch.float64, generator=rng)
-    Q = A + A.T
+    Q = _random_form(seed)
     best = min(min_norm_numeric(Q, 5, s) for s in range(8))
     unit = float(torch.linalg.svdvals(Q).pow(2 / 3).sum())
     return dict(lemma="min-norm", ours=best / unit, paper=2., exact=3 / 2**(2 / 3))
 
 # %% ../../nbs/experiments/01_separation.ipynb #fc470d31
-def constant_rows(tau: float) -> list[dict[str, Any]]:
-    "Exactness of step 1's network, the constant of step 3, and duality in step 2."
+def _step1_row(tau: float) -> dict[str, Any]:
+    "Exactness of step 1's network."
     X, y, _ = mixture(.5, tau)
     error = lambda a: float((forward(six_neurons(tau, a), X).f - y).abs().max())
     norm = float(six_neurons(tau).square().sum())
+    return dict(lemma="step1", ours=error((-.5, -.5)), paper=error((-1., -1.)), norm=norm)
+
+# %% ../../nbs/experiments/01_separation.ipynb #60b3720b
+def _duality_row() -> dict[str, Any]:
+    "How far χ is from dual to the monomials."
     monomials = torch.arange(3.).double() ** torch.arange(3.)[:, None]
     dual = float((monomials @ CHI.T / 3 - torch.eye(3)).abs().max())
+    return dict(lemma="duality", ours=dual)
+
+# %% ../../nbs/experiments/01_separation.ipynb #81f3bc82
+def constant_rows(tau: float) -> list[dict[str, Any]]:
+    "Exactness of step 1's network, the constant of step 3, and duality in step 2."
     sparse, loose = gradient_bound(1.1, .1), gradient_bound(1.1, 1.1)
-    return [dict(lemma="step1", ours=error((-.5, -.5)), paper=error((-1., -1.)), norm=norm),
-            dict(lemma="step3", ours=sparse, paper=100., loose=loose),
-            dict(lemma="duality", ours=dual)]
+    step3 = dict(lemma="step3", ours=sparse, paper=100., loose=loose)
+    return [_step1_row(tau), step3, _duality_row()]
 
 # %% ../../nbs/experiments/01_separation.ipynb #0dd5e3e4
 def lemma(cfg: Config, unit: dict, ctx: Context) -> Output:
@@ -428,27 +502,29 @@ def lemma(cfg: Config, unit: dict, ctx: Context) -> Output:
 
 # %% ../../nbs/experiments/01_separation.ipynb #a3c4f322
 def torch_like_start(width: int, seed: int) -> np.ndarray: # flat, 5·width
-    "Uniform weights of the size that PyTorch's linear layers start with."
+    "Uniform weights of the size of PyTorch's linear layers."
     rng = np.random.default_rng(seed)
     a = rng.uniform(-1, 1, width) / np.sqrt(width)
     W = rng.uniform(-1, 1, 4 * width) / 2
     return np.concatenate([a, W])
 
+# %% ../../nbs/experiments/01_separation.ipynb #f982126d
+def _moments(steps: int) -> list[int]:
+    "When to look: evenly in the logarithm, and at the last step."
+    spaced = np.logspace(2, np.log10(steps), 25).astype(int).tolist()
+    return sorted({*spaced, steps})
+
 # %% ../../nbs/experiments/01_separation.ipynb #972395a9
 def adam_unit(cfg: Config, unit: dict, ctx: Context) -> Output:
     "The paper's recipe at one λ and seed, with cosines along the way."
     lam, data = unit["lam"], mixture(cfg.ps[0], cfg.tau)
-    moments = np.logspace(2, np.log10(cfg.adam_steps), 25).astype(int).tolist()
-    seen = adam(data, lam, torch_like_start(cfg.width, unit["seed"]), cfg.adam_lr,
-                sorted({*moments, cfg.adam_steps}),
+    start = torch_like_start(cfg.width, unit["seed"])
+    seen = adam(data, lam, start, cfg.adam_lr, _moments(cfg.adam_steps),
                 bar=lambda steps: ctx.bar(steps, desc="Adam", mininterval=1))
     loss = objective(data, lam, scale=lam)
-    rows = []
-    for step, flat in seen.items():
-        theta = torch.from_numpy(flat)
-        aligned = alignment_row(matrices(theta, data, lam), cfg.powers)
-        rows.append(dict(step=step, loss=float(loss(theta)), **aligned))
-    return Output(rows)
+    at = {step: torch.from_numpy(flat) for step, flat in seen.items()}
+    return Output([dict(step=step, loss=float(loss(theta)), **_aligned(theta, data, lam, cfg))
+                   for step, theta in at.items()])
 
 # %% ../../nbs/experiments/01_separation.ipynb #24c8c673
 PARTS = dict(scan=scan, trend=trend, limit=limit, lemma=lemma, exact=exact, adam=adam_unit)
@@ -519,28 +595,34 @@ def adam_ends(r: Result) -> pd.DataFrame: # a row per λ and seed
     return runs[["step", "FACT", "AGOP^1", "stable_rank"]].last().assign(late=late)
 
 # %% ../../nbs/experiments/01_separation.ipynb #sx000021
-def _adam_note(ends: pd.DataFrame, # of `adam_ends`
-               at: pd.Series, # the minimiser at the paper's setting
-              ) -> str:
-    "What Adam reads at each λ, at the end and over the last five looks; then the minimiser."
-    said = []
-    for lam, g in ends.groupby("lam"):
-        listed = lambda column: ", ".join(f"{v:.2f}" for v in g[column])
-        said.append(f"Adam at λ = {lam:g}: FACT {listed('FACT')} at the end, lowest of the last "
-                    f"five looks {listed('late')}, AGOP {listed('AGOP^1')}")
-    return "; ".join(said) + (f"; at the minimiser of the paper's λ FACT has {at.FACT:.6f}, in a "
-                              f"network of rank {at.stable_rank:.1f} where all matrices agree")
+def _adam_at(lam: float, g: pd.DataFrame) -> str: # g: of `adam_ends`
+    "What Adam reads at one λ, at the end and over the last five looks."
+    fact, late, agop = (", ".join(f"{v:.2f}" for v in g[c]) for c in ("FACT", "late", "AGOP^1"))
+    return (f"Adam at λ = {lam:g}: FACT {fact} at the end, lowest of the last five looks {late}, "
+            f"AGOP {agop}")
+
+# %% ../../nbs/experiments/01_separation.ipynb #fccea5d8
+def _adam_note(ends: pd.DataFrame, at: pd.Series) -> str: # at: of `paper_minimiser`
+    "What Adam reads at each λ; then the minimiser at the paper's setting."
+    said = [_adam_at(lam, g) for lam, g in ends.groupby("lam")]
+    return "; ".join([*said, f"at the minimiser of the paper's λ FACT has {at.FACT:.6f}, in a "
+                             f"network of rank {at.stable_rank:.1f} where all matrices agree"])
+
+# %% ../../nbs/experiments/01_separation.ipynb #21a01857
+def _separated(ends: pd.DataFrame) -> pd.DataFrame: # of `adam_ends`
+    "The Adam runs in which AGOP separates."
+    return ends[ends["AGOP^1"] < threshold("sep-figure-fact", "separates")]
 
 # %% ../../nbs/experiments/01_separation.ipynb #e212889b
 def judge_figure_fact(r: Result) -> Judgement | None:
     "FACT's cosine is at least .99 after 10⁶ Adam steps where AGOP separates."
     at, ends = paper_minimiser(r), adam_ends(r)
     if at is None or ends.empty or ends.step.max() < 1e6: return None
-    apart = ends[ends["AGOP^1"] < threshold("sep-figure-fact", "separates")]
+    apart = _separated(ends)
     high = bool(len(apart)) and apart.FACT.min() >= threshold("sep-figure-fact", "cos")
-    said = ", ".join(f"{x.FACT:.3f}" for x in apart.itertuples())
-    ours = f"FACT {said} in {len(apart)} of {len(ends)} Adam runs that separate"
-    return judge(high, ours, _adam_note(ends, at), units=tuple(r.where(part="adam")))
+    said = ", ".join(f"{v:.3f}" for v in apart.FACT)
+    return judge(high, f"FACT {said} in {len(apart)} of {len(ends)} Adam runs that separate",
+                 _adam_note(ends, at))
 
 # %% ../../nbs/experiments/01_separation.ipynb #4f1b9640
 def judge_fact_holds(r: Result) -> Judgement:
@@ -567,14 +649,20 @@ def resolved_trend(r: Result) -> pd.DataFrame:
     rows = lowest_rows(r, "trend")
     return rows[rows.r <= 1e-3].set_index("eps")
 
+# %% ../../nbs/experiments/01_separation.ipynb #b21a54cc
+def _closed_form_beside(r: Result) -> pd.DataFrame: # by ε
+    "The closed form at the ε at which L-BFGS was run."
+    rows = r.df[r.df.part == "trend"]
+    return rows[rows.limit == True].set_index("eps")  # noqa: E712  nan in other rows
+
 # %% ../../nbs/experiments/01_separation.ipynb #7b6a5b8f
 def gap_to_limit(r: Result) -> float | None: # None when no ε is small enough
     "Largest difference between L-BFGS and the closed form, over all powers of AGOP."
     small = resolved_trend(r).loc[lambda d: d.index <= .6]
     if small.empty: return None
-    exact = r.df[(r.df.part == "trend") & (r.df.limit == True)].set_index("eps")  # noqa: E712
     columns = agop_columns(r)
-    return float((small[columns] - exact.loc[small.index, columns]).abs().to_numpy().max())
+    exact = _closed_form_beside(r).loc[small.index, columns]
+    return float((small[columns] - exact).abs().to_numpy().max())
 
 # %% ../../nbs/experiments/01_separation.ipynb #e1f647aa
 def falls_with_eps(r: Result) -> bool:
@@ -583,18 +671,21 @@ def falls_with_eps(r: Result) -> bool:
     rows = rows[rows.eps < .3]
     return all(bool(np.all(np.diff(rows[c]) > 0)) for c in agop_columns(r))
 
+# %% ../../nbs/experiments/01_separation.ipynb #7634929a
+def _theorem_in_words(r: Result, end: float, gap: float) -> str:
+    powers = ", ".join(f"{s:g}" for s in r.config["powers"])
+    smallest, reached = closed_form_trend(r).eps.iloc[0], resolved_trend(r).index.min()
+    return (f"at most {end:.3f} at ε = {smallest:.0e}, s ∈ {{{powers}}}; "
+            f"L-BFGS within {gap:.1e} down to ε = {reached:g}")
+
 # %% ../../nbs/experiments/01_separation.ipynb #9ef96f12
 def judge_theorem(r: Result) -> Judgement | None:
     "AGOPˢ and WᵀW become uncorrelated as ε → 0, for every power s."
     gap = gap_to_limit(r)
     if gap is None: return None
-    smallest = closed_form_trend(r).iloc[0]
-    end = smallest[agop_columns(r)].astype(float).max()
-    powers = ", ".join(f"{s:g}" for s in r.config["powers"])
+    end = closed_form_trend(r).iloc[0][agop_columns(r)].astype(float).max()
     small, near = (threshold("sep-theorem", k) for k in ("end", "gap"))
-    return judge(end < small and falls_with_eps(r) and gap < near,
-                 f"at most {end:.3f} at ε = {smallest.eps:.0e}, s ∈ {{{powers}}}; "
-                 f"L-BFGS within {gap:.1e} down to ε = {resolved_trend(r).index.min():g}")
+    return judge(end < small and falls_with_eps(r) and gap < near, _theorem_in_words(r, end, gap))
 
 # %% ../../nbs/experiments/01_separation.ipynb #07bf74b8
 def judge_weights_shape(r: Result) -> Judgement | None:
@@ -645,10 +736,8 @@ class CheckCount(NamedTuple):
     def __str__(self) -> str: return f"{self.hold} of {self.total} checks hold"
 
 # %% ../../nbs/experiments/01_separation.ipynb #98294694
-def count_proof_checks(r: Result, # a result
-                       names: tuple[str, ...], # of inequalities
-                      ) -> CheckCount:
-    "The proof's inequalities of these names where they can fail, in the theorem's own scaling."
+def count_proof_checks(r: Result, names: tuple[str, ...]) -> CheckCount:
+    "The inequalities of these names where they can fail, in the theorem's own scaling."
     rows = r.df[(r.df.part == "exact") & r.df.check.isin(names)]
     rows = rows[rows.can_fail.astype(bool)]
     return CheckCount(int(rows.ok.sum()), len(rows))
@@ -666,28 +755,37 @@ def rows_of_lemma(r: Result, name: str) -> pd.DataFrame:
     "What a result says about one step of the proof."
     return r.df[r.df.lemma == name]
 
+# %% ../../nbs/experiments/01_separation.ipynb #43efaff1
+def _step1_in_words(row: pd.Series) -> str:
+    "The error and norm of the six neurons, and the error of those that are printed."
+    return (f"error {row.ours:.0e}, squared norm {row['norm']:.2f}; "
+            f"as printed, error {row.paper:.1f}")
+
 # %% ../../nbs/experiments/01_separation.ipynb #7b0d133f
 def judge_step1(r: Result) -> Judgement:
     "Six neurons represent f* with a squared norm of at most 9.5; the printed weights do not."
     row = rows_of_lemma(r, "step1").iloc[0]
     error, most = (threshold("sep-step1", k) for k in ("error", "norm"))
     ok = row.ours < error and row["norm"] <= most and row.paper > .1
-    norm, printed = f"squared norm {row['norm']:.2f}", f"as printed, error {row.paper:.1f}"
-    return judge(ok, f"error {row.ours:.0e}, {norm}; {printed}",
-                 change="a₂ = a₃ = −τ/2 and a₅ = a₆ = −½")
+    return judge(ok, _step1_in_words(row), change="a₂ = a₃ = −τ/2 and a₅ = a₆ = −½")
 
 # %% ../../nbs/experiments/01_separation.ipynb #sx000022
 def _only_vacuous(checks: CheckCount) -> str: # "" where a check could have failed
     return "" if checks.total else "no inequality of this run could have failed"
 
+# %% ../../nbs/experiments/01_separation.ipynb #3630c9b2
+def _judge_step(checks: CheckCount, says: str = "", ok: bool = True, **more: Any) -> Judgement:
+    "A step of the proof: its inequalities and what else it says."
+    ours = f"{says}; {checks}" if says else str(checks)
+    return judge(ok and checks.all_hold, ours, vacuous=_only_vacuous(checks), **more)
+
 # %% ../../nbs/experiments/01_separation.ipynb #86b3612c
 def judge_step2(r: Result) -> Judgement | None:
     "χ is dual to the monomials, and the coefficients are within δ."
     off = rows_of_lemma(r, "duality").iloc[0].ours
-    checks = count_proof_checks(r, ("coefficients",))
-    dual = off < threshold("sep-step2-dual", "error")
-    return judge(bool(dual) and checks.all_hold, f"duality to {off:.0e}; {checks}",
-                 at_scan_sizes(r, "coefficients"), vacuous=_only_vacuous(checks))
+    dual = bool(off < threshold("sep-step2-dual", "error"))
+    return _judge_step(count_proof_checks(r, ("coefficients",)), f"duality to {off:.0e}", dual,
+                       note=at_scan_sizes(r, "coefficients"))
 
 # %% ../../nbs/experiments/01_separation.ipynb #b60a5dcd
 def judge_step3(r: Result) -> Judgement | None:
@@ -695,25 +793,22 @@ def judge_step3(r: Result) -> Judgement | None:
     row = rows_of_lemma(r, "step3").iloc[0]
     checks = count_proof_checks(r, ("agop-heavy", "agop-shape", "davis-kahan"))
     constant = f"constant {row.ours:.0f} ({row.loose:.0f} without sparsity; printed 100)"
-    small = row.ours <= threshold("sep-step3", "constant")
-    return judge(checks.all_hold and bool(small), f"{constant}; {checks}",
-                 at_scan_sizes(r, "agop-shape"), vacuous=_only_vacuous(checks),
-                 change="the constant follows from sparsity, not from |c| ≤ 1.1")
+    small = bool(row.ours <= threshold("sep-step3", "constant"))
+    return _judge_step(checks, constant, small, note=at_scan_sizes(r, "agop-shape"),
+                       change="the constant follows from sparsity, not from |c| ≤ 1.1")
 
 # %% ../../nbs/experiments/01_separation.ipynb #4948aec8
 def judge_step4a(r: Result) -> Judgement | None:
     "Columns 1 and 2 of W are small."
     checks = count_proof_checks(r, ("norm", "columns-12"))
-    return judge(checks.all_hold, str(checks), at_scan_sizes(r, "columns-12"),
-                 change="two neurons for f′ and four for the repair",
-                 vacuous=_only_vacuous(checks))
+    return _judge_step(checks, note=at_scan_sizes(r, "columns-12"),
+                       change="two neurons for f′ and four for the repair")
 
 # %% ../../nbs/experiments/01_separation.ipynb #8e72854f
 def judge_step4b(r: Result) -> Judgement | None:
     "Column 3 or 4 of W is large."
-    checks = count_proof_checks(r, ("columns-34",))
-    change = "ĉ₃₄ = 2Σaᵢ Wᵢ₃Wᵢ₄: with the 2, the bound is .335"
-    return judge(checks.all_hold, str(checks), change=change, vacuous=_only_vacuous(checks))
+    return _judge_step(count_proof_checks(r, ("columns-34",)),
+                       change="ĉ₃₄ = 2Σaᵢ Wᵢ₃Wᵢ₄: with the 2, the bound is .335")
 
 # %% ../../nbs/experiments/01_separation.ipynb #4f57f0b2
 def judge_lemma(r: Result) -> Judgement:
@@ -724,28 +819,38 @@ def judge_lemma(r: Result) -> Judgement:
                  f"{rows.ours.mean():.5f} Σσ^⅔, within {gap:.0e} of 3/2^⅔",
                  change="the constant is 3/2^⅔ = 1.890, not 2")
 
+# %% ../../nbs/experiments/01_separation.ipynb #9330bcc6
+def _on(decide: Decide, *parts: str) -> Decide:
+    "A judge whose verdict rests on the units of these parts."
+    return resting_on(decide, part=parts)
+
 # %% ../../nbs/experiments/01_separation.ipynb #b6939f73
 judges = {
-    "sep-theorem": resting_on(judge_theorem, part=("trend", "limit")),
-    "sep-fact-holds": resting_on(judge_fact_holds, part=("scan",)),
-    "sep-figure-agop": resting_on(judge_figure_agop, part=("scan",)),
-    "sep-figure-fact": judge_figure_fact,
-    "sep-agop-shape": resting_on(judge_agop_shape, part=("scan",)),
-    "sep-weights-shape": resting_on(judge_weights_shape, part=("scan",)),
-    "sep-step1": resting_on(judge_step1, part=("lemma",)),
-    "sep-step2-dual": resting_on(judge_step2, part=("exact", "lemma")),
-    "sep-step3": resting_on(judge_step3, part=("exact", "lemma")),
-    "sep-step4a": resting_on(judge_step4a, part=("exact",)),
-    "sep-step4b": resting_on(judge_step4b, part=("exact",)),
-    "lemma-minnorm": resting_on(judge_lemma, part=("lemma",))}
+    "sep-theorem": _on(judge_theorem, "trend", "limit"),
+    "sep-fact-holds": _on(judge_fact_holds, "scan"),
+    "sep-figure-agop": _on(judge_figure_agop, "scan"),
+    "sep-figure-fact": _on(judge_figure_fact, "adam"),
+    "sep-agop-shape": _on(judge_agop_shape, "scan"),
+    "sep-weights-shape": _on(judge_weights_shape, "scan"),
+    "sep-step1": _on(judge_step1, "lemma"),
+    "sep-step2-dual": _on(judge_step2, "exact", "lemma"),
+    "sep-step3": _on(judge_step3, "exact", "lemma"),
+    "sep-step4a": _on(judge_step4a, "exact"),
+    "sep-step4b": _on(judge_step4b, "exact"),
+    "lemma-minnorm": _on(judge_lemma, "lemma")}
+
+# %% ../../nbs/experiments/01_separation.ipynb #aececc1d
+def _separating_setting(r: Result) -> pd.Series: # p, lam …
+    "The minimiser with the largest p and λ where the construction separates."
+    rows = not_collapsed(lowest_rows(r))
+    if is_settled(rows).any():
+        rows = rows[is_settled(rows)]
+    return rows.sort_values(["p", "lam"], ascending=False).iloc[0]
 
 # %% ../../nbs/experiments/01_separation.ipynb #3d0a8b5c
 def separating_matrices(r: Result) -> dict[str, np.ndarray]: # NFM, FACT, AGOP, eNFA
     "The four matrices at the largest p and λ where the construction separates."
-    rows = not_collapsed(lowest_rows(r))
-    if is_settled(rows).any():
-        rows = rows[is_settled(rows)]
-    row = rows.sort_values(["p", "lam"], ascending=False).iloc[0]
+    row = _separating_setting(r)
     return r.where(part="scan", p=row.p, lam=row.lam)[0].arrays
 
 # %% ../../nbs/experiments/01_separation.ipynb #b511001d
@@ -776,6 +881,12 @@ def separation_scan(r: Result) -> pd.DataFrame: # p, ratio, column, cosine
     rows = rows.assign(ratio=rows.lam / rows.p).sort_values("ratio")
     return rows.melt(["p", "ratio"], columns, var_name="column", value_name="cosine")
 
+# %% ../../nbs/experiments/01_separation.ipynb #e82783de
+def _mark_paper(ax: plt.Axes) -> None:
+    "A grey line at the paper's λ."
+    ax.axvline(1, color="grey", lw=1)
+    ax.text(1, .5, r" paper: $\lambda=p$", fontsize=8, rotation=90, va="center", ha="right")
+
 # %% ../../nbs/experiments/01_separation.ipynb #34c39661
 def _scan_panel(ax: plt.Axes, p: float, table: pd.DataFrame) -> None:
     "The curves at one p."
@@ -783,8 +894,7 @@ def _scan_panel(ax: plt.Axes, p: float, table: pd.DataFrame) -> None:
         line = table[table.column == curve.column]
         if line.empty: continue
         ax.plot(line.ratio, line.cosine, label=curve.label, **look(curve.kind))
-    ax.axvline(1, color="grey", lw=1)
-    ax.text(1, .5, r" paper: $\lambda=p$", fontsize=8, rotation=90, va="center", ha="right")
+    _mark_paper(ax)
     ax.set(xscale="log", xlabel=r"$\lambda/p$", title=f"$p$ = {p:g}", ylim=(-.03, 1.05))
 
 # %% ../../nbs/experiments/01_separation.ipynb #8fe082bf
@@ -799,12 +909,17 @@ def draw_scan(r: Result) -> plt.Figure:
         axes[0, -1].legend(fontsize=8, loc="center left")
     return fig
 
+# %% ../../nbs/experiments/01_separation.ipynb #16b7ceaa
+def _trend_of_both(r: Result) -> pd.DataFrame:
+    "The closed form and L-BFGS, with their names."
+    sources = {"closed form": closed_form_trend(r), "L-BFGS": resolved_trend(r).reset_index()}
+    return pd.concat([d.assign(source=name) for name, d in sources.items()])
+
 # %% ../../nbs/experiments/01_separation.ipynb #810fa0f2
 def separation_trend(r: Result) -> pd.DataFrame: # eps, source, column, cosine
     "Cosine with WᵀW over ε: powers of AGOP from both sources, FACT from L-BFGS."
-    sources = {"closed form": closed_form_trend(r), "L-BFGS": resolved_trend(r).reset_index()}
-    rows = pd.concat([d.assign(source=name) for name, d in sources.items()])
-    tidy = rows.melt(["eps", "source"], [*agop_columns(r), "FACT"], "column", "cosine")
+    columns = [*agop_columns(r), "FACT"]
+    tidy = _trend_of_both(r).melt(["eps", "source"], columns, "column", "cosine")
     return tidy.dropna().sort_values("eps") # the closed form has no FACT
 
 # %% ../../nbs/experiments/01_separation.ipynb #d43d9bc5
@@ -815,18 +930,22 @@ def _trend_curve(ax: plt.Axes, table: pd.DataFrame, kind: str, label: str) -> No
     ax.plot(line.eps, line.cosine, color=ink["color"], linestyle=ink["linestyle"], label=label)
     ax.plot(marks.eps, marks.cosine, color=ink["color"], marker=ink["marker"], linestyle="none")
 
+# %% ../../nbs/experiments/01_separation.ipynb #ecace55e
+def _trend_lines(ax: plt.Axes, table: pd.DataFrame, powers: list[float]) -> None:
+    "The powers of AGOP, and FACT."
+    for s, kind in zip(powers, ("eNFA", "sqrt", "AGOP", "other")):
+        power = table[table.column == agop_column(s)]
+        _trend_curve(ax, power, kind, f"AGOP$^{{{s:g}}}$, closed form")
+    fact = table[table.column == "FACT"]
+    ax.plot(fact.eps, fact.cosine, **look("FACT"), label="FACT, L-BFGS")
+
 # %% ../../nbs/experiments/01_separation.ipynb #ec1851cd
 def draw_trend(r: Result) -> plt.Figure:
     "The theorem's scaling: AGOPˢ loses its correlation as ε → 0, FACT does not."
-    table = separation_trend(r)
-    fact = table[table.column == "FACT"]
+    scaling = r"(with $\tau=\epsilon^3$, $p=\epsilon^8$, $\lambda=\epsilon^{32}p$)"
     with style():
         fig, ax = plt.subplots(figsize=(WIDTH, 3.2))
-        for s, kind in zip(r.config["powers"], ("eNFA", "sqrt", "AGOP", "other")):
-            power = table[table.column == agop_column(s)]
-            _trend_curve(ax, power, kind, f"AGOP$^{{{s:g}}}$, closed form")
-        ax.plot(fact.eps, fact.cosine, **look("FACT"), label="FACT, L-BFGS")
-        scaling = r"(with $\tau=\epsilon^3$, $p=\epsilon^8$, $\lambda=\epsilon^{32}p$)"
+        _trend_lines(ax, separation_trend(r), r.config["powers"])
         ax.set(xscale="log", yscale="log", xlim=(1e-2, 1.1), ylim=(1e-4, 2),
                xlabel=r"$\epsilon$ " + scaling, ylabel=r"cosine with $W^\top W$")
         ax.legend(fontsize=8)
@@ -861,9 +980,10 @@ _TREND_FIGURE = Figure(
 # %% ../../nbs/experiments/01_separation.ipynb #9823cf7e
 figures = dict(matrices=_MATRICES, scan=_SCAN_FIGURE, trend=_TREND_FIGURE)
 
-# %% ../../nbs/experiments/01_separation.ipynb #4a03f9bb
+# %% ../../nbs/experiments/01_separation.ipynb #9386d844
 ON_HOST = "networks of fifty weights: a device would only wait for the next step"
 
+# %% ../../nbs/experiments/01_separation.ipynb #4a03f9bb
 def work(cfg: Config, unit: dict) -> Work:
     "What a unit asks of a machine."
     steps = dict(scan=1e6 * cfg.seeds, trend=1.5e6 * cfg.seeds, limit=1e5, lemma=6e6,

@@ -24,10 +24,10 @@ from ..runtime import seeded
 from ..figures import WIDTH, style
 from ..networks.critical_points import train_to_critical
 from ..networks.measure import measure
-from ..networks.report import Layer
+from ..networks.report import Layer, Report
 from ..lab.claims import threshold
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.experiment import Context, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
 from ..lab.needs import Work
 from ..lab.store import Result
 
@@ -68,9 +68,8 @@ class Shared(nn.Module):
 # %% ../../nbs/experiments/00_theorem.ipynb #663050b2
 def _convolutional() -> nn.Sequential:
     "Two convolutions along the six numbers, the second in two groups."
-    return nn.Sequential(nn.Unflatten(1, (1, 6)),
-                         nn.Conv1d(1, 4, 3, stride=1), nn.Tanh(),
-                         nn.Conv1d(4, 4, 2, groups=2), nn.Tanh(),
+    first, second = nn.Conv1d(1, 4, 3), nn.Conv1d(4, 4, 2, groups=2)
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), first, nn.Tanh(), second, nn.Tanh(),
                          nn.Flatten(), nn.Linear(12, 3))
 
 # %% ../../nbs/experiments/00_theorem.ipynb #6ca4a27c
@@ -95,23 +94,29 @@ NETS: dict[str, Callable[[], nn.Module]] = dict(
 @dataclass(frozen=True)
 class Config:
     "Settings of the theorem's check."
-    nets: tuple[str, ...] = in_grid(("mlp", "skip")) # which networks
+    nets: tuple[str, ...] = in_grid(("mlp", "skip"))
     losses: tuple[str, ...] = in_grid(("mse", "ce")) # mean squared error, cross-entropy
     seeds: int = in_grid(1) # 0 … seeds−1
     n: int = 40 # points
     lam: float = 1e-3 # weight decay
     iters: int = 4000 # L-BFGS iterations at most
 
-    def check(self) -> None: _check(self)
+    def check(self) -> None:
+        _check_names(self)
+        _check_numbers(self)
 
 # %% ../../nbs/experiments/00_theorem.ipynb #e1c8ead0
-def _check(cfg: Config) -> None:
-    "A UsageError for settings that cannot work."
+def _check_names(cfg: Config) -> None:
+    "A UsageError for networks and losses that there are not."
     require(set(cfg.nets) <= set(NETS), f"nets must be among {', '.join(NETS)}")
     require(set(cfg.losses) <= {"mse", "ce"}, "losses must be among mse, ce")
+
+# %% ../../nbs/experiments/00_theorem.ipynb #c60bded9
+def _check_numbers(cfg: Config) -> None:
+    "A UsageError for numbers that cannot work."
     require(cfg.lam > 0, f"lam must be positive (FACT divides by it), it is {cfg.lam:g}")
-    enough = cfg.n >= 2 and cfg.seeds >= 1 and cfg.iters >= 1
-    require(enough, "n must be at least 2, seeds and iters at least 1")
+    require(min(cfg.n - 1, cfg.seeds, cfg.iters) >= 1,
+            "n must be at least 2, seeds and iters at least 1")
 
 # %% ../../nbs/experiments/00_theorem.ipynb #36d8af77
 presets = dict(
@@ -119,92 +124,121 @@ presets = dict(
     cpu=Config(nets=tuple(NETS), seeds=3),
     paper=Config(nets=tuple(NETS), seeds=5))
 
-# %% ../../nbs/experiments/00_theorem.ipynb #4d53506d
-def theorem_task(loss: str, # mse or ce
-                 n: int, # points
-                ) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]:
-    "A loss function, inputs and targets."
+# %% ../../nbs/experiments/00_theorem.ipynb #f46ed70a
+def _points(n: int) -> tuple[Tensor, Tensor]: # n × 6, n × 3
+    "Gaussian inputs, and three functions of them."
     with seeded(0):
         X = torch.randn(n, 6, dtype=torch.float64)
-    product, wave, kink = X[:, 0] * X[:, 1], X[:, 2].sin() + X[:, 3], (X[:, 4] - X[:, 5]).abs()
-    Y = torch.stack([product, wave, kink], 1)
+    a, b, c, d, e, f = X.T
+    return X, torch.stack([a * b, c.sin() + d, (e - f).abs()], 1)
+
+# %% ../../nbs/experiments/00_theorem.ipynb #4d53506d
+def theorem_task(loss: str, n: int) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]:
+    "A loss function (mse or ce), inputs and targets."
+    X, Y = _points(n)
     if loss == "mse": return F.mse_loss, X, Y
     return F.cross_entropy, X, Y.argmax(1)
 
-# %% ../../nbs/experiments/00_theorem.ipynb #6b8b1de1
-def left_angle(W: Tensor, # d' × d
-               B: Tensor, # d' × d'
-              ) -> float:
-    "Sine of the largest angle between W's leading left singular vectors and sym B's eigenvectors."
-    U, S, _ = torch.linalg.svd(W)
+# %% ../../nbs/experiments/00_theorem.ipynb #5df91849
+def _above_widest_gap(S: Tensor) -> int:
+    "How many singular values, in descending order, lie above their widest gap."
     ratios = S[:-1] / S[1:].clamp(min=1e-12)
-    k = int(ratios.argmax()) + 1 if len(S) > 1 else 1
-    U = U[:, :k]
-    V = torch.linalg.eigh(sym(B))[1].flip(1)[:, :k]
+    return int(ratios.argmax()) + 1 if len(S) > 1 else 1
+
+# %% ../../nbs/experiments/00_theorem.ipynb #15a39ea4
+def _largest_sine(U: Tensor, V: Tensor) -> float: # d × k each
+    "Sine of the largest angle between two subspaces, given by orthonormal bases."
     return float(torch.linalg.svdvals(V - U @ (U.T @ V)).max())
 
+# %% ../../nbs/experiments/00_theorem.ipynb #6b8b1de1
+def left_angle(W: Tensor, B: Tensor) -> float: # B: d' × d'
+    "Sine of the angle between W's leading left singular vectors and sym B's eigenvectors."
+    U, S, _ = torch.linalg.svd(W)
+    V = torch.linalg.eigh(sym(B))[1].flip(1)
+    k = _above_widest_gap(S)
+    return _largest_sine(U[:, :k], V[:, :k])
+
 # %% ../../nbs/experiments/00_theorem.ipynb #4cd19007
-def best_scale_error(N: Tensor, # the target
-                     A: Tensor, # what is scaled
-                    ) -> float:
+def best_scale_error(N: Tensor, A: Tensor) -> float: # the target, what is scaled
     "Relative error of A for N after the best scaling: what a proportionality could achieve."
     return rel_err(N, A * ((A * N).sum() / (A * A).sum()))
+
+# %% ../../nbs/experiments/00_theorem.ipynb #f390146b
+def _equalities(layer: Layer) -> dict[str, float]:
+    "Relative errors of the forms of FACT and bFACT."
+    N, A, BN, B = layer.nfm, layer.fact, layer.bnfm, layer.bfact
+    return dict(r=rel_err(N, A), r_transpose=rel_err(N, A.T), r_sqrt=rel_err(N, sym_sqrt(A)),
+                br=rel_err(BN, B), br_sqrt=rel_err(BN, sym_sqrt(B)))
 
 # %% ../../nbs/experiments/00_theorem.ipynb #0d45e37e
 def lowest_eigenvalue(A: Tensor) -> float:
     "The smallest eigenvalue of sym A, in units of ‖A‖."
     return float(torch.linalg.eigvalsh(sym(A))[0] / A.norm())
 
+# %% ../../nbs/experiments/00_theorem.ipynb #c9b275a2
+def _definiteness(before: Tensor, after: Tensor) -> dict[str, float]: # FACT
+    "Its lowest eigenvalue and its asymmetry."
+    return dict(low_before=lowest_eigenvalue(before), low_after=lowest_eigenvalue(after),
+                asym_before=rel_asymmetry(before), asym_after=rel_asymmetry(after))
+
 # %% ../../nbs/experiments/00_theorem.ipynb #3109e55d
-def layer_row(before: Layer, # before training
-              after: Layer, # at the critical point
-             ) -> dict[str, float]:
+def layer_row(before: Layer, after: Layer) -> dict[str, float]: # training lies between them
     "What the claims need of one weight matrix."
-    N, FA, B, BN = after.nfm, after.fact, after.bfact, after.bnfm
-    return dict(
-        r=rel_err(N, FA),
-        r_transpose=rel_err(N, FA.T),
-        r_sqrt=rel_err(N, sym_sqrt(FA)),
-        br=rel_err(BN, B),
-        br_sqrt=rel_err(BN, sym_sqrt(B)),
-        low_before=lowest_eigenvalue(before.fact),
-        low_after=lowest_eigenvalue(FA),
-        asym_before=rel_asymmetry(before.fact),
-        asym_after=rel_asymmetry(FA),
-        r_before=rel_err(before.nfm, before.fact),
-        left_angle=left_angle(after.W, B),
-        norm=float(N.norm()),
-        enfa_fact=pearson(after.enfa, FA),
+    N, A = after.nfm, after.fact
+    return _equalities(after) | _definiteness(before.fact, A) | dict(
+        r_before=rel_err(before.nfm, before.fact), left_angle=left_angle(after.W, after.bfact),
+        norm=float(N.norm()), enfa_fact=pearson(after.enfa, A),
         r_agop=best_scale_error(N, after.agop))
 
 # %% ../../nbs/experiments/00_theorem.ipynb #d5951214
-def critical_unit(cfg: Config, unit: dict) -> Output:
-    "One network and loss: measured before training and at a critical point."
+def _before_and_after(cfg: Config, unit: dict) -> tuple[Report, Report, float]: # and ‖∇L_λ‖
+    "A network measured before training, and at the critical point to which it is brought."
     loss_fn, X, Y = theorem_task(unit["loss"], cfg.n)
     with seeded(unit["seed"]):
         net = NETS[unit["net"]]().double()
-    before = measure(net, loss_fn, [(X, Y)], weight_decay=cfg.lam)
+    look = partial(measure, net, loss_fn, [(X, Y)], weight_decay=cfg.lam)
+    before = look()
     found = train_to_critical(net, loss_fn, X, Y, cfg.lam, iters=cfg.iters)
-    after = measure(net, loss_fn, [(X, Y)], weight_decay=cfg.lam)
-    last = after.layers[-1]
-    return Output([dict(layer=k, output=k == last, grad_norm=found.grad_norm,
-                        **layer_row(before[k], after[k])) for k in after.layers])
+    return before, look(), found.grad_norm
+
+# %% ../../nbs/experiments/00_theorem.ipynb #a5020012
+def critical_unit(cfg: Config, unit: dict) -> Output:
+    "One network and loss: a row a weight matrix."
+    before, after, grad_norm = _before_and_after(cfg, unit)
+    of = lambda k: dict(layer=k, output=k == after.layers[-1], grad_norm=grad_norm)
+    return Output([of(k) | layer_row(before[k], after[k]) for k in after.layers])
 
 # %% ../../nbs/experiments/00_theorem.ipynb #1fbc5ff7
-def gradients_around(W: Tensor, # d' × d
-                     rest: Callable[[Tensor, Tensor], Tensor], # (z, y) -> loss
-                     H: Tensor, # n × d
-                     Y: Tensor, # n × c
-                    ) -> tuple[Tensor, Tensor]: # n × d', n × d
-    "∇_z ℓ and ∇_h ℓ of every point, by autograd."
-    behind, before = [], []
-    for h, y in zip(H, Y):
-        h = h.clone().requires_grad_()
-        z = W @ h
-        loss = rest(z, y)
-        behind.append(torch.autograd.grad(loss, z, retain_graph=True)[0])
-        before.append(torch.autograd.grad(loss, h)[0])
+Rest = Callable[[Tensor, Tensor], Tensor] # (z, y) -> loss
+
+def _gradients_at(W: Tensor, rest: Rest, h: Tensor, y: Tensor) -> tuple[Tensor, ...]: # d', d
+    "∇_z ℓ and ∇_h ℓ at one point, by autograd."
+    h = h.clone().requires_grad_()
+    z = W @ h
+    return torch.autograd.grad(rest(z, y), (z, h))
+
+# %% ../../nbs/experiments/00_theorem.ipynb #2af85b94
+def gradients_around(W: Tensor, rest: Rest, H: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+    "∇_z ℓ (n × d') and ∇_h ℓ (n × d) of every point."
+    behind, before = zip(*(_gradients_at(W, rest, h, y) for h, y in zip(H, Y)))
     return torch.stack(behind), torch.stack(before)
+
+# %% ../../nbs/experiments/00_theorem.ipynb #05897e18
+def _line_errors(
+    W: Tensor, # d' × d
+    full: Tensor, # ∇L_λ, d' × d
+    H: Tensor, # n × d
+    G: Tensor, # ∇_z ℓ, n × d'
+    B: Tensor, # ∇_h ℓ, n × d
+    lam: float,
+) -> dict[str, float]: # line -> relative error
+    "Both sides of each line against each other."
+    n = len(H)
+    fact = -(B.T @ H) / (n * lam)
+    return dict(gradient=rel_err(full, lam * W + G.T @ H / n),
+                chain=rel_err(B, G @ W),
+                multiplied=rel_err(W.T @ full, lam * W.T @ W + B.T @ H / n),
+                defect=rel_err(W.T @ W - fact, W.T @ full / lam))
 
 # %% ../../nbs/experiments/00_theorem.ipynb #db8c5d11
 def proof_lines(cfg: Config, seed: int) -> dict[str, float]: # line -> relative error
@@ -213,28 +247,26 @@ def proof_lines(cfg: Config, seed: int) -> dict[str, float]: # line -> relative 
     with seeded(seed):
         first = nn.Linear(6, 5).double()
         layer, last = nn.Linear(5, 4, bias=False).double(), nn.Linear(4, 3).double()
-    n, lam, W = cfg.n, cfg.lam, layer.weight
-    H = torch.tanh(first(X)).detach()
+    W, H = layer.weight, torch.tanh(first(X)).detach()
     rest = lambda z, y: loss_fn(last(torch.tanh(z)), y)
-    full = torch.autograd.grad(rest(layer(H), Y) + lam / 2 * W.square().sum(), W)[0]
-    G, B = gradients_around(W, rest, H, Y)
-    W = W.detach()
-    fact = -(B.T @ H) / (n * lam)
-    return dict(gradient=rel_err(full, lam * W + G.T @ H / n),
-                chain=rel_err(B, G @ W),
-                multiplied=rel_err(W.T @ full, lam * W.T @ W + B.T @ H / n),
-                defect=rel_err(W.T @ W - fact, W.T @ full / lam))
+    full = torch.autograd.grad(rest(layer(H), Y) + cfg.lam / 2 * W.square().sum(), W)[0]
+    return _line_errors(W.detach(), full, H, *gradients_around(W, rest, H, Y), cfg.lam)
+
+# %% ../../nbs/experiments/00_theorem.ipynb #a59a3e2c
+def _batch_normed() -> nn.Sequential:
+    "A layer of which batch normalisation removes the scale, and one more behind it."
+    with seeded(0):
+        first, last = nn.Linear(6, 5, bias=False), nn.Linear(5, 3)
+    return nn.Sequential(first, nn.BatchNorm1d(5, eps=1e-14), nn.Tanh(), last).double()
 
 # %% ../../nbs/experiments/00_theorem.ipynb #de150c84
 def batch_norm_trace(cfg: Config) -> float:
     "|tr FACT| / ‖FACT‖ of a layer before batch norm: zero, so FACT cannot be WᵀW there."
     loss_fn, X, Y = theorem_task("mse", cfg.n)
-    with seeded(0):
-        layer = nn.Linear(6, 5, bias=False)
-        norm = nn.BatchNorm1d(5, eps=1e-14)
-        net = nn.Sequential(layer, norm, nn.Tanh(), nn.Linear(5, 3)).double()
-    gradient = torch.autograd.grad(loss_fn(net(X), Y), layer.weight)[0]
-    fact = -layer.weight.detach().T @ gradient / cfg.lam
+    net = _batch_normed()
+    W = next(net.parameters())
+    (gradient,) = torch.autograd.grad(loss_fn(net(X), Y), W)
+    fact = -W.detach().T @ gradient / cfg.lam
     return float(fact.trace().abs() / fact.norm())
 
 # %% ../../nbs/experiments/00_theorem.ipynb #f67e7350
@@ -262,40 +294,44 @@ def layers_with_weight(r: Result) -> pd.DataFrame:
     return rows[rows.norm > 1e-6]
 
 # %% ../../nbs/experiments/00_theorem.ipynb #9173d417
-def judge_worst_layer(r: Result, # a result
-                      column: str, # a relative error of the rows
-                      id: str = "fact-theorem", # of the claim, for its bound
-                     ) -> Judgement:
-    "A relative error at the worst layer."
+def judge_worst_layer(r: Result, column: str, id: str = "fact-theorem") -> Judgement:
+    "A relative error of the rows at the worst layer, against the claim's bound."
     rows = layers_with_weight(r)
     largest, untrained = rows[column].max(), rows.r_before.min()
-    matrices = f"{len(rows)} matrices (before training ≥ {untrained:.2f})"
-    return judge(bool(largest <= threshold(id, "error")), f"≤ {largest:.1e} over {matrices}")
+    return judge(bool(largest <= threshold(id, "error")), f"≤ {largest:.1e} over {len(rows)} "
+                 f"matrices (before training ≥ {untrained:.2f})")
 
 # %% ../../nbs/experiments/00_theorem.ipynb #23fec017
 def worst_batch_norm_trace(r: Result) -> float:
     "The largest |tr FACT| / ‖FACT‖ before batch norm."
     return r.df[r.df.line == "batch-norm trace"].error.max()
 
+# %% ../../nbs/experiments/00_theorem.ipynb #789c7619
+def _any_matrix_in_words(rows: pd.DataFrame, trace: float) -> str:
+    nets = ", ".join(sorted(set(rows.net)))
+    return f"r ≤ {rows.r.max():.1e} on {nets}; |tr FACT| = {trace:.0e}‖FACT‖ before batch norm"
+
 # %% ../../nbs/experiments/00_theorem.ipynb #1bac101e
 def judge_any_matrix(r: Result) -> Judgement | None:
     "FACT is WᵀW in every architecture, and has no trace before batch norm."
     rows = layers_with_weight(r)
-    nets = sorted(set(rows.net))
-    if not {"skip", "shared", "conv", "attention"} <= set(nets): return None
+    if not {"skip", "shared", "conv", "attention"} <= set(rows.net): return None
     error, trace = rows.r.max(), worst_batch_norm_trace(r)
     most, least = (threshold("fact-any-matrix", k) for k in ("r", "trace"))
-    return judge(bool(error <= most and trace < least),
-                 f"r ≤ {error:.1e} on {', '.join(nets)}; "
-                 f"|tr FACT| = {trace:.0e}‖FACT‖ before batch norm")
+    return judge(bool(error <= most and trace < least), _any_matrix_in_words(rows, trace))
+
+# %% ../../nbs/experiments/00_theorem.ipynb #90a6bdab
+def _psd_only_critical(before: float, after: float, asymmetry: float) -> bool:
+    "Not p.s.d. before training, and symmetric and p.s.d. after it?"
+    low, most = (threshold("fact-psd-only-critical", k) for k in ("low", "asymmetry"))
+    return bool(before < 0 and after >= low and asymmetry <= most)
 
 # %% ../../nbs/experiments/00_theorem.ipynb #01f2e7e2
 def judge_fact_psd(r: Result) -> Judgement:
     "FACT is symmetric and p.s.d. at every critical point, and need not be before training."
     rows = layers_with_weight(r)
     before, after, asymmetry = rows.low_before.min(), rows.low_after.min(), rows.asym_after.max()
-    low, most = (threshold("fact-psd-only-critical", k) for k in ("low", "asymmetry"))
-    return judge(bool(before < 0 and after >= low and asymmetry <= most),
+    return judge(_psd_only_critical(before, after, asymmetry),
                  f"at critical points smallest eigenvalue ≥ {after:.0e}‖FACT‖, asymmetry ≤ "
                  f"{asymmetry:.0e}; before training the smallest is {before:.2f}‖FACT‖ "
                  f"({rows.low_before.max():.3f} on the matrix nearest to p.s.d.)",
@@ -305,30 +341,41 @@ def judge_fact_psd(r: Result) -> Judgement:
 def judge_proof_lines(r: Result) -> Judgement:
     "Every line of the derivation is exact."
     rows = r.df[(r.df.net == "proof") & (r.df.line != "batch-norm trace")]
-    largest = rows.error.max()
-    return judge(bool(largest <= threshold("fact-proof-steps", "error")),
-                 f"≤ {largest:.0e} over {rows.line.nunique()} lines")
+    largest, exact = rows.error.max(), threshold("fact-proof-steps", "error")
+    return judge(bool(largest <= exact), f"≤ {largest:.0e} over {rows.line.nunique()} lines")
+
+# %% ../../nbs/experiments/00_theorem.ipynb #0c1d0fa3
+def _enfa_on_hidden(r: Result) -> pd.Series:
+    "The correlation of eNFA and FACT on each hidden layer."
+    rows = layers_with_weight(r)
+    return rows[rows.output == False].enfa_fact  # noqa: E712  a column of objects
 
 # %% ../../nbs/experiments/00_theorem.ipynb #44e08ed2
 def judge_enfa_distinct(r: Result) -> Judgement:
     "eNFA is not FACT on some hidden layer."
-    rows = layers_with_weight(r)
-    hidden = rows[rows.output == False].enfa_fact  # noqa: E712  a column of objects
+    hidden = _enfa_on_hidden(r)
     least, most = hidden.min(), hidden.max()
     return judge(bool(least < threshold("enfa-distinct", "pearson")),
                  f"pearson(eNFA, FACT) from {least:.2f} to {most:.2f} on hidden layers")
 
 # %% ../../nbs/experiments/00_theorem.ipynb #0208bd42
-judges: dict[str, Callable[[Result], Judgement | None]] = {
-    "fact-theorem": partial(judge_worst_layer, column="r", id="fact-theorem"),
+Judge = Callable[[Result], Judgement | None]
+
+def _worst(id: str, column: str) -> dict[str, Judge]:
+    "A claim that is one relative error with one bound."
+    return {id: partial(judge_worst_layer, column=column, id=id)}
+
+# %% ../../nbs/experiments/00_theorem.ipynb #50cea9eb
+judges: dict[str, Judge] = {
+    **_worst("fact-theorem", "r"),
     "fact-proof-steps": judge_proof_lines,
     "fact-any-matrix": judge_any_matrix,
     "fact-psd-only-critical": judge_fact_psd,
-    "fact-transpose": partial(judge_worst_layer, column="r_transpose", id="fact-transpose"),
-    "fact-sym-sqrt": partial(judge_worst_layer, column="r_sqrt", id="fact-sym-sqrt"),
-    "bfact-theorem": partial(judge_worst_layer, column="br", id="bfact-theorem"),
-    "bfact-sym-sqrt": partial(judge_worst_layer, column="br_sqrt", id="bfact-sym-sqrt"),
-    "bfact-left-vectors": partial(judge_worst_layer, column="left_angle", id="bfact-left-vectors"),
+    **_worst("fact-transpose", "r_transpose"),
+    **_worst("fact-sym-sqrt", "r_sqrt"),
+    **_worst("bfact-theorem", "br"),
+    **_worst("bfact-sym-sqrt", "br_sqrt"),
+    **_worst("bfact-left-vectors", "left_angle"),
     "enfa-distinct": judge_enfa_distinct}
 
 # %% ../../nbs/experiments/00_theorem.ipynb #4ccfa3b1
@@ -338,7 +385,7 @@ ERROR_MARKS = dict(r_before=("FACT before training", "^"),
 
 # %% ../../nbs/experiments/00_theorem.ipynb #d837d724
 def theorem_errors(r: Result) -> pd.DataFrame: # net, and a column for each of ERROR_MARKS
-    "Relative errors for WᵀW, one row a weight matrix, in the order of the figure."
+    "Relative errors for WᵀW, one row a weight matrix, in the figure's order."
     rows = layers_with_weight(r).sort_values(["net", "loss", "layer"]).reset_index(drop=True)
     return rows[["net", *ERROR_MARKS]]
 
@@ -350,18 +397,23 @@ def _name_groups(ax: plt.Axes, table: pd.DataFrame) -> None:
         ax.text(rows.index.to_numpy().mean(), .97, net, transform=ax.get_xaxis_transform(),
                 ha="center", va="top", fontsize=8)
 
+# %% ../../nbs/experiments/00_theorem.ipynb #d962fc46
+def _error_panel(ax: plt.Axes, table: pd.DataFrame) -> None: # of theorem_errors
+    "The three errors of every weight matrix."
+    for column, (label, mark) in ERROR_MARKS.items():
+        ax.plot(table.index, table[column], mark, ms=4, label=label)
+    ax.set(yscale="log", xticks=[], xlabel="weight matrices, by architecture",
+           ylabel=r"relative error for $W^\top W$", ylim=(None, 1e4))
+    ax.legend(fontsize=8, loc="center right")
+
 # %% ../../nbs/experiments/00_theorem.ipynb #ec204364
 def draw_theorem_errors(r: Result) -> plt.Figure:
-    "Relative error for WᵀW of FACT before and after convergence, and of AGOP at its best scale."
+    "Errors for WᵀW: FACT before and after, AGOP at its best scale."
     table = theorem_errors(r)
     with style():
         fig, ax = plt.subplots(figsize=(WIDTH, 3.2))
-        for column, (label, mark) in ERROR_MARKS.items():
-            ax.plot(table.index, table[column], mark, ms=4, label=label)
+        _error_panel(ax, table)
         _name_groups(ax, table)
-        ax.set(yscale="log", xticks=[], xlabel="weight matrices, by architecture",
-               ylabel=r"relative error for $W^\top W$", ylim=(None, 1e4))
-        ax.legend(fontsize=8, loc="center right")
     return fig
 
 # %% ../../nbs/experiments/00_theorem.ipynb #9b2ccdd0
