@@ -64,17 +64,25 @@ class Config:
 
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
-        require(is_prime(self.p) and self.p >= 5,
-                f"p must be a prime of at least 5, it is {self.p}")
-        require(set(self.kernels) <= set(KERNELS), f"kernels must be among {', '.join(KERNELS)}")
-        require(set(self.ops) <= set(SIGN), f"ops must be among {', '.join(SIGN)}")
-        require(all(0 < f < 1 for f in (self.fraction, *self.fractions)),
-                "fraction and fractions must lie between 0 and 1, so that pairs are left to test")
-        counts = (self.iters, self.nfa_iters, self.draws, self.seeds, self.grid_seeds)
-        require(min(counts) >= 1,
-                "iters, nfa_iters, draws, seeds and grid_seeds must be at least 1")
-        require(self.ridge >= 0 and self.bandwidth > 0,
-                "ridge must not be negative and bandwidth must be positive")
+        _check_choices(self)
+        _check_amounts(self)
+
+# %% ../../nbs/experiments/07_grokking.ipynb #1ab107a1
+def _check_choices(c: Config) -> None:
+    "Modulus, kernels and operations."
+    require(is_prime(c.p) and c.p >= 5, f"p must be a prime of at least 5, it is {c.p}")
+    require(set(c.kernels) <= set(KERNELS), f"kernels must be among {', '.join(KERNELS)}")
+    require(set(c.ops) <= set(SIGN), f"ops must be among {', '.join(SIGN)}")
+
+# %% ../../nbs/experiments/07_grokking.ipynb #fd5a916d
+def _check_amounts(c: Config) -> None:
+    "Fractions, counts, ridge and bandwidth."
+    require(all(0 < f < 1 for f in (c.fraction, *c.fractions)),
+            "fraction and fractions must lie between 0 and 1, so that pairs are left to test")
+    require(min(c.iters, c.nfa_iters, c.draws, c.seeds, c.grid_seeds) >= 1,
+            "iters, nfa_iters, draws, seeds and grid_seeds must be at least 1")
+    require(c.ridge >= 0 and c.bandwidth > 0,
+            "ridge must not be negative and bandwidth must be positive")
 
 # %% ../../nbs/experiments/07_grokking.ipynb #934cd852
 KERNELS: dict[str, Callable[["Config"], Kernel]] = dict(
@@ -88,27 +96,28 @@ presets = dict(
     cpu=Config(),
     paper=Config())
 
+# %% ../../nbs/experiments/07_grokking.ipynb #50011a1a
+def _diagonals(p: int, along: int = -1) -> Tensor: # p × p
+    "On which wrapped diagonal an entry lies: b + along · a, mod p."
+    i = torch.arange(p)
+    return (i[None] + along * i[:, None]) % p
+
 # %% ../../nbs/experiments/07_grokking.ipynb #281b8874
-def generator(B: Tensor, # p × p
-              along: int = -1, # -1: constant in b − a; +1: constant in a + b
-             ) -> Tensor: # p: the mean along each wrapped diagonal
+def generator(
+    B: Tensor, # p × p
+    along: int = -1, # -1: constant in b − a; +1: constant in a + b
+) -> Tensor: # p: the mean along each wrapped diagonal
     "The generator of the nearest circulant."
-    p = len(B)
-    i = torch.arange(p, device=B.device)
-    diagonal = (i[None] + along * i[:, None]) % p
-    return B.new_zeros(p).index_add_(0, diagonal.flatten(), B.flatten()) / p
+    diagonal = _diagonals(len(B), along).flatten().to(B.device)
+    return B.new_zeros(len(B)).index_add_(0, diagonal, B.flatten()) / len(B)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #2ff2399e
-def circulant(c: Tensor, # p: the generator
-             ) -> Tensor: # p × p
+def circulant(c: Tensor) -> Tensor: # p × p
     "The circulant with generator c: B_ab = c_{b−a}."
-    i = torch.arange(len(c))
-    return c[(i[None] - i[:, None]) % len(c)]
+    return c[_diagonals(len(c))]
 
 # %% ../../nbs/experiments/07_grokking.ipynb #5af96a30
-def circulant_energy(B: Tensor, # p × p
-                     along: int = -1, # as in `generator`
-                    ) -> float: # between 0 and 1; nan when B is constant
+def circulant_energy(B: Tensor, along: int = -1) -> float: # 0 to 1, or nan
     "The share of B's energy, mean removed, that its nearest circulant keeps."
     B = B - B.mean()
     if B.abs().max() == 0: return float("nan")
@@ -119,10 +128,8 @@ def circulant_energy(B: Tensor, # p × p
 ALONG = dict(add=-1, sub=1, mul=-1, div=1)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #13530acd
-def block(M: Tensor, # 2p × 2p
-          logs: bool = False, # list the nonzero residues by discrete logarithm
-         ) -> Tensor: # p × p, or (p−1) × (p−1)
-    "The off-diagonal block of a feature matrix."
+def block(M: Tensor, logs: bool = False) -> Tensor: # p × p, or one less
+    "The off-diagonal block of M; with logs the nonzero residues by discrete logarithm."
     p = len(M) // 2
     B = M[:p, p:]
     if not logs: return B
@@ -130,55 +137,53 @@ def block(M: Tensor, # 2p × 2p
     return B[order][:, order]
 
 # %% ../../nbs/experiments/07_grokking.ipynb #5592dd97
-def _wrong(F: Tensor, # m × p, predictions
-           Y: Tensor, # m × p, one-hot
-          ) -> int:
+def _wrong(F: Tensor, Y: Tensor) -> int: # predictions and one-hot targets, a row a pair
     "Pairs whose largest output is not the right one."
     return int((F.argmax(1) != Y.argmax(1)).sum())
 
 # %% ../../nbs/experiments/07_grokking.ipynb #3cc6ca9c
-def _loss(F: Tensor, # m × p, predictions
-          Y: Tensor, # m × p, one-hot
-         ) -> float:
+def _loss(F: Tensor, Y: Tensor) -> float: # predictions and one-hot targets, a row a pair
     "Squared error summed over classes, mean over pairs."
     return float((F - Y).square().sum(1).mean())
 
+# %% ../../nbs/experiments/07_grokking.ipynb #57872f5e
+def _predictions(s: RFM, D: Modular, fit: Fit) -> tuple[Tensor, Tensor]:
+    "What a fit says of its own pairs, and of the test pairs."
+    test = s.kernel(D.X_test, D.X, fit.M.to(D.X)) @ fit.alpha
+    return D.Y - s.ridge * fit.alpha, test
+
+# %% ../../nbs/experiments/07_grokking.ipynb #7a0e1624
+def _op_energy(M: Tensor, op: str) -> float: # M: 2p × 2p
+    "How circulant the block of an operation is."
+    return circulant_energy(block(M, op in ("mul", "div")), ALONG[op])
+
 # %% ../../nbs/experiments/07_grokking.ipynb #46460867
-def row_of(s: RFM,
-           D: Modular,
-           fit: Fit,
-           op: str, # one of SIGN
-          ) -> dict[str, float]:
-    "What one fit shows."
-    M = fit.M.to(D.X)
-    train = D.Y - s.ridge * fit.alpha
-    test = s.kernel(D.X_test, D.X, M) @ fit.alpha
+def row_of(s: RFM, D: Modular, fit: Fit, op: str) -> dict[str, float]: # op: one of SIGN
+    "What one fit shows, the numbers that are no counts to five digits."
+    train, test = _predictions(s, D, fit)
     errors = _wrong(test, D.Y_test)
     numbers = dict(train_loss=_loss(train, D.Y), test_loss=_loss(test, D.Y_test),
-                   circulant=circulant_energy(block(M, op in ("mul", "div")), ALONG[op]),
-                   trace=fit.row["trace"])
+                   circulant=_op_energy(fit.M.to(D.X), op), trace=fit.row["trace"])
     return dict(iter=fit.t, train_acc=1 - _wrong(train, D.Y) / len(D.Y),
                 errors=errors, test_acc=1 - errors / len(D.Y_test),
                 **{k: float(f"{v:.5g}") for k, v in numbers.items()})
 
-# %% ../../nbs/experiments/07_grokking.ipynb #7ba574a7
-def fact_facts(s: RFM,
-               D: Modular,
-               fit: Fit,
-              ) -> dict[str, float]:
-    "Eigenvalues and asymmetry of FACT at the present fit, and its angle with M."
-    M = fit.M.to(D.X)
-    F = kernel_fact(s.kernel, D.X, fit.alpha, M)
+# %% ../../nbs/experiments/07_grokking.ipynb #c2fff866
+def _spectrum(F: Tensor) -> dict[str, float]:
+    "The least real and the largest imaginary part of the eigenvalues, over the largest."
     e = torch.linalg.eigvals(F.cpu()) # the host's: some builds for CUDA have none
     top = e.abs().max()
-    return dict(low=float(e.real.min() / top), imag=float(e.imag.abs().max() / top),
-                asym=rel_asymmetry(F), angle=max(0., 1 - cosine(F, M)**2)**.5)
+    return dict(low=float(e.real.min() / top), imag=float(e.imag.abs().max() / top))
+
+# %% ../../nbs/experiments/07_grokking.ipynb #7ba574a7
+def fact_facts(s: RFM, D: Modular, fit: Fit) -> dict[str, float]:
+    "Eigenvalues and asymmetry of FACT at a fit, and its angle with M."
+    M = fit.M.to(D.X)
+    F = kernel_fact(s.kernel, D.X, fit.alpha, M)
+    return _spectrum(F) | dict(asym=rel_asymmetry(F), angle=max(0., 1 - cosine(F, M)**2)**.5)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #cc39e8de
-def centred_core(kernel: Kernel, X: Tensor, # n × d
-                 alpha: Tensor, # n × c
-                 M: Tensor, # d × d
-                ) -> Tensor: # d × d
+def centred_core(kernel: Kernel, X: Tensor, alpha: Tensor, M: Tensor) -> Tensor: # d × d
     "T of a radial kernel with AGOP_c = M T M: the mean gradient of each output removed."
     X, C = X - X.mean(0), kernel.value_and_coef(X, None, M)[1]
     B = X.T @ (C @ alpha - C.sum(1, keepdim=True) * alpha) / len(X)
@@ -204,46 +209,45 @@ UPDATES: dict[str, dict[str, Any]] = dict(
     centred=dict(update=Centred(power=.5)))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #35b50d9b
-def settings_of(cfg: Config,
-                kernel: str, # one of KERNELS
-                method: str, # one of UPDATES
-               ) -> RFM:
+def settings_of(cfg: Config, kernel: str, method: str) -> RFM: # of KERNELS, of UPDATES
     "The Recursive Feature Machine of one run."
     iters = cfg.nfa_iters if method in ("nfa", "centred") else cfg.iters
     options = dict(normalize=None if kernel == "quadratic" else "trace") | UPDATES[method]
     return RFM(KERNELS[kernel](cfg), iters=iters, ridge=cfg.ridge, progress=False, **options)
 
-# %% ../../nbs/experiments/07_grokking.ipynb #a2da5e7f
-def train_unit(cfg: Config,
-               unit: dict[str, Any], # op, kernel, method, fraction and seed
-               ctx: Context,
-              ) -> Output:
-    "One Recursive Feature Machine on one split."
+# %% ../../nbs/experiments/07_grokking.ipynb #3ba0d18b
+def _pairs(cfg: Config, unit: dict[str, Any], ctx: Context) -> Modular:
+    "The split of a unit, on the device."
     split = modular(cfg.p, SIGN[unit["op"]], unit["fraction"], unit["seed"])
-    D = Modular(*(t.to(ctx.device) for t in vars(split).values()))
-    machine = settings_of(cfg, unit["kernel"], unit["method"])
-    looked = unit["method"] in ("fact", "nfa", "centred") and unit["fraction"] == cfg.fraction
-    whole = unit["seed"] == 0       # is all of M kept?
+    return Modular(*(t.to(ctx.device) for t in vars(split).values()))
+
+# %% ../../nbs/experiments/07_grokking.ipynb #7e4d4ae0
+def _is_looked_at(cfg: Config, unit: dict[str, Any]) -> bool:
+    "Are the features of this run of interest?"
+    return unit["method"] in ("fact", "nfa", "centred") and unit["fraction"] == cfg.fraction
+
+# %% ../../nbs/experiments/07_grokking.ipynb #a2da5e7f
+def train_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
+    "One Recursive Feature Machine on one split."
+    D, machine = _pairs(cfg, unit, ctx), settings_of(cfg, unit["kernel"], unit["method"])
+    looked, whole = _is_looked_at(cfg, unit), unit["seed"] == 0 # is all of M kept?
     rows: list[dict[str, float]] = []
     kept: dict[str, Tensor] = {}
     for fit in machine.iterates(D.X, D.Y):
         rows.append(row_of(machine, D, fit, unit["op"]))
-        if not looked: continue
-        if fit.t <= 1 or fit.last:
+        if looked and (fit.t <= 1 or fit.last):
             rows[-1] |= fact_facts(machine, D, fit)
-        if whole and fit.t == 1:
+        if looked and whole and fit.t == 1:
             kept["first"] = fit.M.float()
     if looked:
         kept["last"] = fit.M.float() if whole else block(fit.M).float()
     return Output(rows, kept)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #ee6e5e52
-def random_phases(p: int,
-                  rng: torch.Generator,
-                 ) -> Tensor: # p: a generator
-    "A generator with strength 1 at every frequency."
+def random_phases(p: int, rng: torch.Generator) -> Tensor: # p: a generator
+    "A generator with strength 1 at every frequency; its mean is real."
     angle = 2 * torch.pi * torch.rand(p // 2 + 1, generator=rng, dtype=torch.float64)
-    angle[0] = 0        # the mean is real
+    angle[0] = 0
     return torch.fft.irfft(torch.polar(torch.ones_like(angle), angle), n=p)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #9d630347
@@ -258,46 +262,37 @@ RANDOM_BLOCKS: dict[str, Callable[[int, torch.Generator], Tensor]] = dict(
     normal=lambda p, rng: _normal(rng, p, p))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #9b662449
-def random_block(kind: str, # one of RANDOM_BLOCKS
-                 p: int,
-                 rng: torch.Generator,
-                ) -> Tensor: # p × p, spectral norm .9
-    "A random off-diagonal block."
+def random_block(kind: str, p: int, rng: torch.Generator) -> Tensor: # p × p, spectral norm .9
+    "A random off-diagonal block of one of RANDOM_BLOCKS."
     B = RANDOM_BLOCKS[kind](p, rng)
     return .9 * B / torch.linalg.matrix_norm(B, 2)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #0ce21eab
-def around(B: Tensor, # p × p
-          ) -> Tensor: # 2p × 2p
+def around(B: Tensor) -> Tensor: # 2p × 2p
     "The feature matrix with off-diagonal block B and identities on the diagonal."
     I = torch.eye(len(B), dtype=B.dtype)
     return torch.cat([torch.cat([I, B], 1), torch.cat([B.T, I], 1)])
 
 # %% ../../nbs/experiments/07_grokking.ipynb #75122edb
-def fixed_errors(D: Modular,
-                 kernel: Kernel,
-                 M: Tensor, # 2p × 2p, not learned
-                 ridge: float, # nλ
-                ) -> int:
+def fixed_errors(D: Modular, kernel: Kernel, M: Tensor, ridge: float) -> int: # ridge: nλ
     "Wrong test pairs of the kernel machine with a fixed feature matrix."
     eye = torch.eye(len(D.X), dtype=D.X.dtype)
     alpha = torch.linalg.solve(kernel(D.X, None, M) + ridge * eye, D.Y)
-    predicted = kernel(D.X_test, D.X, M) @ alpha
-    return int((predicted.argmax(1) != D.Y_test.argmax(1)).sum())
+    return _wrong(kernel(D.X_test, D.X, M) @ alpha, D.Y_test)
+
+# %% ../../nbs/experiments/07_grokking.ipynb #ebc54d55
+def _unevenness(B: Tensor) -> float:
+    "Standard deviation over mean of the singular values."
+    strength = torch.linalg.svdvals(B)
+    return float(strength.std() / strength.mean())
 
 # %% ../../nbs/experiments/07_grokking.ipynb #45a120b0
-def random_row(cfg: Config,
-               D: Modular,
-               kernel: Kernel,
-               kind: str, # one of RANDOM_BLOCKS
-               draw: int, # its seed
-              ) -> dict[str, Any]:
-    "What one draw of random features gets right."
+def random_row(cfg: Config, D: Modular, kernel: Kernel, kind: str, draw: int) -> dict[str, Any]:
+    "What one draw of random features gets right; the draw is its seed."
     B = random_block(kind, cfg.p, torch.Generator().manual_seed(draw))
     errors = fixed_errors(D, kernel, around(B), cfg.ridge)
-    strength = torch.linalg.svdvals(B)
     return dict(kind=kind, draw=draw, errors=errors, test_acc=1 - errors / len(D.Y_test),
-                spread=float(strength.std() / strength.mean()))
+                spread=_unevenness(B))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #efcc2f6b
 def random_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
@@ -307,27 +302,37 @@ def random_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     return Output([random_row(cfg, D, kernel, kind, draw)
                    for kind in RANDOM_BLOCKS for draw in range(cfg.draws)])
 
+# %% ../../nbs/experiments/07_grokking.ipynb #22d9fce6
+_MAIN_METHODS = dict(quadratic=("fact", "nfa"), gaussian=("fact", "nfa", "centred")) # by kernel
+
 # %% ../../nbs/experiments/07_grokking.ipynb #faa5fb15
 def main_units(cfg: Config) -> list[dict[str, Any]]:
     "Addition by FACT and the NFA; with the Gaussian kernel by the centred NFA as well."
-    methods = dict(quadratic=("fact", "nfa"), gaussian=("fact", "nfa", "centred"))
     return [dict(op="add", kernel=k, method=m, fraction=cfg.fraction, seed=s)
-            for s in range(cfg.seeds) for k in cfg.kernels for m in methods[k]]
+            for s in range(cfg.seeds) for k in cfg.kernels for m in _MAIN_METHODS[k]]
+
+# %% ../../nbs/experiments/07_grokking.ipynb #80327e52
+def _compared_at(cfg: Config, fraction: float) -> tuple[str, ...]: # of UPDATES
+    "The updates that are compared at a fraction."
+    return ("fact", "plain", "rescaled") if fraction == cfg.fraction else ("fact", "plain")
 
 # %% ../../nbs/experiments/07_grokking.ipynb #d57148b0
 def comparison_units(cfg: Config) -> list[dict[str, Any]]:
     "FACT with and without the average by fraction; rescaled at the main fraction only."
-    methods = lambda f: ("fact", "plain", "rescaled") if f == cfg.fraction else ("fact", "plain")
     return [dict(op="add", kernel="quadratic", method=m, fraction=f, seed=s)
-            for s in range(cfg.grid_seeds) for f in cfg.fractions for m in methods(f)]
+            for s in range(cfg.grid_seeds) for f in cfg.fractions for m in _compared_at(cfg, f)]
+
+# %% ../../nbs/experiments/07_grokking.ipynb #4d0f9a48
+def _op_units(cfg: Config) -> list[dict[str, Any]]:
+    "The further operations, one split each."
+    return [dict(op=op, kernel="quadratic", method=m, fraction=cfg.fraction, seed=0)
+            for op in cfg.ops for m in ("fact", "nfa")]
 
 # %% ../../nbs/experiments/07_grokking.ipynb #47f7088e
 def units(cfg: Config) -> list[dict[str, Any]]:
     "Every run, each once."
-    ops = [dict(op=op, kernel="quadratic", method=m, fraction=cfg.fraction, seed=0)
-           for op in cfg.ops for m in ("fact", "nfa")]
     fixed = [dict(op="random", kernel=k) for k in cfg.kernels]
-    wanted = main_units(cfg) + ops + fixed + comparison_units(cfg)
+    wanted = main_units(cfg) + _op_units(cfg) + fixed + comparison_units(cfg)
     return list({tuple(u.items()): u for u in wanted}.values())
 
 # %% ../../nbs/experiments/07_grokking.ipynb #1e1c9e8e
@@ -356,11 +361,19 @@ def main_runs(r: Result) -> pd.DataFrame:
     centred = d.kernel.isin(d[d.method == "centred"].kernel)
     return d[(d.method != "nfa") | ~centred]
 
+# %% ../../nbs/experiments/07_grokking.ipynb #a80abdca
+def _addition(r: Result, kernel: str) -> pd.DataFrame:
+    "Rows of addition with one kernel, by every method and at every fraction."
+    return r.df[(r.df.op == "add") & (r.df.kernel == kernel)]
+
 # %% ../../nbs/experiments/07_grokking.ipynb #c3f098f5
 def uncentred_best(r: Result) -> pd.Series: # by seed
     "The best test accuracy of the NFA as it is defined, with the Gaussian kernel."
-    d = r.df[(r.df.op == "add") & (r.df.method == "nfa") & (r.df.kernel == "gaussian")]
-    return d.groupby("seed").test_acc.max()
+    d = _addition(r, "gaussian")
+    return d[d.method == "nfa"].groupby("seed").test_acc.max()
+
+# %% ../../nbs/experiments/07_grokking.ipynb #1b159eee
+def _span(x: pd.Series, digits: int) -> str: return f"{x.min():.{digits}f}–{x.max():.{digits}f}"
 
 # %% ../../nbs/experiments/07_grokking.ipynb #9d87fb4d
 def centring(r: Result) -> str: # "" if it was not needed
@@ -369,7 +382,7 @@ def centring(r: Result) -> str: # "" if it was not needed
     was_judged = bool((main_runs(r).method == "centred").any())
     if not (was_judged and best.max() < .99): return ""
     return ("Gaussian kernel: the NFA needs centred gradients "
-            f"(without, test accuracy {best.min():.2f}–{best.max():.2f})")
+            f"(without, test accuracy {_span(best, 2)})")
 
 # %% ../../nbs/experiments/07_grokking.ipynb #92a1ce26
 def _joined(*changes: str) -> str: return "; ".join(c for c in changes if c)
@@ -379,21 +392,28 @@ def fewest_errors(r: Result) -> pd.Series: # by kernel, method and seed
     "The fewest wrong test pairs on the way of each run of addition."
     return addition_runs(r).groupby(ONE_RUN).errors.min()
 
+# %% ../../nbs/experiments/07_grokking.ipynb #515856b4
+def _both_once(fewest: pd.Series) -> bool: # errors by run
+    "Has FACT a run without an error, and the NFA one?"
+    least = fewest.groupby("method").min()
+    return least["fact"] == 0 and least.drop("fact").min() == 0
+
 # %% ../../nbs/experiments/07_grokking.ipynb #1d8a2ec2
 def best_split(r: Result) -> str:
-    "The kinder reading: has each method a run without an error, the NFA with centred gradients?"
+    "The kinder reading, with centred gradients for the NFA."
     fewest = main_runs(r).groupby(ONE_RUN).errors.min()
-    least = fewest.groupby("method").min()
-    both = least["fact"] == 0 and least.drop("fact").min() == 0
+    reached = "reached" if _both_once(fewest) else "not reached"
     clean = f"no error on {int((fewest == 0).sum())} of {len(fewest)} runs"
-    return f"best split, centred NFA: {'reached' if both else 'not reached'} ({clean})"
+    return f"best split, centred NFA: {reached} ({clean})"
+
+# %% ../../nbs/experiments/07_grokking.ipynb #6ebd4ace
+def _listed(errors: pd.Series) -> str: return ", ".join(str(int(e)) for e in errors)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #e63934dd
-def errors_by_split(fewest: pd.Series, # of `fewest_errors`
-                   ) -> str:
+def errors_by_split(fewest: pd.Series) -> str: # of `fewest_errors`
     "The errors of each kernel and method, split by split."
-    runs = {km: ", ".join(str(int(e)) for e in g) for km, g in fewest.groupby(level=[0, 1])}
-    return "; ".join(f"{k}, {METHOD_NAMES[m]}: {errors}" for (k, m), errors in runs.items())
+    return "; ".join(f"{k}, {METHOD_NAMES[m]}: {_listed(errors)}"
+                     for (k, m), errors in fewest.groupby(level=[0, 1]))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #gk000002
 def addition_units(r: Result) -> tuple[StoredUnit, ...]:
@@ -402,45 +422,62 @@ def addition_units(r: Result) -> tuple[StoredUnit, ...]:
     here = r.where(op="add", fraction=r.config["fraction"])
     return tuple(u for u in here if u.params["method"] in shown)
 
+# %% ../../nbs/experiments/07_grokking.ipynb #e8a4fc16
+def _clean_kernels(fewest: pd.Series) -> pd.Series: # by kernel
+    "Do both methods as printed stay without an error on every split?"
+    printed = fewest[fewest.index.get_level_values("method") != "centred"]
+    return printed.groupby("kernel").max() <= threshold("grok-100", "errors")
+
+# %% ../../nbs/experiments/07_grokking.ipynb #e7cae253
+def _kernel_change(clean: pd.Series) -> str: # "" where all kernels agree
+    "Which kernel it takes."
+    kernels = " and ".join(clean.index[clean])
+    return f"with the {kernels} kernel" if kernels and not clean.all() else ""
+
 # %% ../../nbs/experiments/07_grokking.ipynb #abbc1e2e
 def judge_hundred(r: Result) -> Judgement | None:
     "Is one kernel without an error, by both methods as printed, on every split?"
     if r.config["p"] < 61 or r.config["iters"] < 75: return None
     fewest, most = fewest_errors(r), int(addition_runs(r).errors.max())
-    printed = fewest[fewest.index.get_level_values("method") != "centred"]
-    clean = printed.groupby("kernel").max() <= threshold("grok-100", "errors")
+    clean = _clean_kernels(fewest)
     ours = f"fewest test errors of {most} by split: {errors_by_split(fewest)}"
-    kernels = " and ".join(clean.index[clean])
-    return judge(bool(clean.any()), ours, best_split(r), units=addition_units(r),
-                 change=f"with the {kernels} kernel" if kernels and not clean.all() else "")
+    return judge(bool(clean.any()), ours, best_split(r), _kernel_change(clean),
+                 units=addition_units(r))
+
+# %% ../../nbs/experiments/07_grokking.ipynb #e56875ce
+def _flat_iterations(test_acc: pd.Series) -> int: # by iteration
+    "How many iterations at the start stay at .05 or below."
+    flat = (test_acc <= .05).to_numpy()
+    return len(flat) if flat.all() else int(flat.argmin())
 
 # %% ../../nbs/experiments/07_grokking.ipynb #668c911a
-def delay(run: pd.DataFrame, # rows of one run
-         ) -> pd.Series: # train, flat, best
+def delay(run: pd.DataFrame) -> pd.Series: # rows of one run → train, flat, best
     "Training accuracy from iteration 1, iterations that stay at ≤ .05, best test accuracy."
     run = run.sort_values("iter")
-    flat = (run.test_acc <= .05).to_numpy()
-    wait = len(flat) if flat.all() else flat.argmin()
-    return pd.Series(dict(train=run[run.iter >= 1].train_acc.min(), flat=int(wait),
-                          best=run.test_acc.max()))
+    return pd.Series(dict(train=run[run.iter >= 1].train_acc.min(),
+                          flat=_flat_iterations(run.test_acc), best=run.test_acc.max()))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #db16fed1
-def waits(runs: pd.DataFrame, # of `delay`, by kernel, method and seed
-         ) -> str:
+def waits(runs: pd.DataFrame) -> str: # of `delay`
     "The fewest and the most iterations at ≤ .05, by kernel and method."
     return "; ".join(f"{k}, {METHOD_NAMES[m]}: {int(g.flat.min())}–{int(g.flat.max())} iterations"
                      for (k, m), g in runs.groupby(level=[0, 1]))
+
+# %% ../../nbs/experiments/07_grokking.ipynb #c33f0454
+def _are_delayed(runs: pd.DataFrame, p: int) -> bool: # of `delay`; the modulus
+    "Right on the shown pairs, wrong on the others for long, right in the end?"
+    wait, best = (threshold("grok-delayed", k) for k in ("iterations", "best"))
+    enough = best if p >= 61 else .95
+    return bool(runs.train.min() == 1 and runs.flat.min() >= wait and runs.best.min() >= enough)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #a1e80dcc
 def judge_delayed(r: Result) -> Judgement | None:
     "Is every main run right on the shown pairs long before the others? Not said below mod 31."
     if r.config["p"] < 31: return None
-    d = main_runs(r).groupby(ONE_RUN).apply(delay, include_groups=False)
-    wait, best = (threshold("grok-delayed", k) for k in ("iterations", "best"))
-    enough = best if r.config["p"] >= 61 else .95
-    ok = d.train.min() == 1 and d.flat.min() >= wait and d.best.min() >= enough
-    ours = f"test accuracy ≤ .05 for {waits(d)}; then ≥ {d.best.min():.4f}"
-    return judge(bool(ok), ours, change=centring(r), units=addition_units(r))
+    runs = main_runs(r).groupby(ONE_RUN).apply(delay, include_groups=False)
+    ours = f"test accuracy ≤ .05 for {waits(runs)}; then ≥ {runs.best.min():.4f}"
+    return judge(_are_delayed(runs, r.config["p"]), ours, change=centring(r),
+                 units=addition_units(r))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #277e2d9a
 def energies(r: Result) -> pd.DataFrame: # index (kernel, method, seed); first, end
@@ -450,24 +487,27 @@ def energies(r: Result) -> pd.DataFrame: # index (kernel, method, seed); first, 
     return pd.DataFrame(dict(first=first, end=runs.groupby(ONE_RUN).circulant.last()))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #8358d0cc
-def energies_text(found: pd.DataFrame, # of `energies`
-                 ) -> str:
+def energies_text(found: pd.DataFrame) -> str: # of `energies`
     "The range of the energies, method by method."
-    span = lambda e, digits: f"{e.min():.{digits}f}–{e.max():.{digits}f}"
-    by = {m: found.xs(m, level="method") for m in METHOD_NAMES if m in found.index.unique("method")}
-    return "; ".join(f"{METHOD_NAMES[m]}: {span(e['first'], 2)} after the first update, "
-                     f"{span(e.end, 3)} at the end" for m, e in by.items())
+    there = found.index.unique("method")
+    by = {name: found.xs(m, level="method") for m, name in METHOD_NAMES.items() if m in there}
+    return "; ".join(f"{name}: {_span(e['first'], 2)} after the first update, "
+                     f"{_span(e.end, 3)} at the end" for name, e in by.items())
+
+# %% ../../nbs/experiments/07_grokking.ipynb #794e7138
+def _early_change(first: pd.Series) -> str: # energies by method
+    "What to add where the NFA's block is circulant too soon."
+    early = first.get("nfa", 0.) > threshold("grok-block-circulant", "first")
+    return "the NFA's block is partly circulant after one update already" if early else ""
 
 # %% ../../nbs/experiments/07_grokking.ipynb #b590ee67
 def judge_circulant(r: Result) -> Judgement:
     "Does the block become circulant, and is it not so from the start?"
-    found, id = energies(r), "grok-block-circulant"
+    found = energies(r)
     first = found["first"].groupby("method").max()
-    early = first.get("nfa", 0.) > threshold(id, "first")
-    change = "the NFA's block is partly circulant after one update already" if early else ""
-    ok = found.end.min() >= threshold(id, "end") and first["fact"] <= threshold(id, "first")
-    return judge(bool(ok), energies_text(found), change=_joined(change, centring(r)),
-                 units=addition_units(r))
+    most, least = (threshold("grok-block-circulant", k) for k in ("first", "end"))
+    return judge(bool(found.end.min() >= least and first["fact"] <= most), energies_text(found),
+                 change=_joined(_early_change(first), centring(r)), units=addition_units(r))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #46d5dd3f
 class BlockPair(NamedTuple):
@@ -478,23 +518,26 @@ class BlockPair(NamedTuple):
     nfa: Tensor # p × p; with centred gradients if these were run
 
 # %% ../../nbs/experiments/07_grokking.ipynb #56568ae8
-def end_block(u: StoredUnit, # with a matrix at the end
-              p: int, # the modulus
-             ) -> Tensor: # p × p
+def end_block(u: StoredUnit, p: int) -> Tensor: # p × p
     "The off-diagonal block at the end of a run; seed 0 has kept all of M, the others only this."
     M = torch.from_numpy(u.arrays["last"])
     return block(M) if len(M) > p else M
 
-# %% ../../nbs/experiments/07_grokking.ipynb #5b659f9c
-def block_pairs(r: Result) -> list[BlockPair]:
-    "The blocks of both methods at the end of the main runs."
+# %% ../../nbs/experiments/07_grokking.ipynb #fd49aa7d
+def _end_blocks(r: Result) -> dict[tuple[str, int], dict[str, Tensor]]: # (kernel, seed) → method
+    "The blocks at the end of the main runs."
     found: dict[tuple[str, int], dict[str, Tensor]] = {}
     for u in r.where(op="add"):
         if "last" not in u.arrays: continue
         split = (u.params["kernel"], u.params["seed"])
         found.setdefault(split, {})[u.params["method"]] = end_block(u, r.config["p"])
+    return found
+
+# %% ../../nbs/experiments/07_grokking.ipynb #5b659f9c
+def block_pairs(r: Result) -> list[BlockPair]:
+    "The blocks of both methods at the end of the main runs."
     return [BlockPair(*split, fact=b["fact"], nfa=b.get("centred", b["nfa"]))
-            for split, b in found.items() if {"fact", "nfa"} <= set(b)]
+            for split, b in _end_blocks(r).items() if {"fact", "nfa"} <= set(b)]
 
 # %% ../../nbs/experiments/07_grokking.ipynb #ce2842e6
 def best_shift(pair: BlockPair) -> float:
@@ -502,22 +545,28 @@ def best_shift(pair: BlockPair) -> float:
     a, b = generator(pair.fact), generator(pair.nfa)
     return max(pearson(a.roll(s), b) for s in range(len(a)))
 
+# %% ../../nbs/experiments/07_grokking.ipynb #1e6b57f0
+def _likeness(same: list[float], shifted: list[float]) -> str: # one number a pair of runs
+    "How alike the blocks are, as they stand and at the best shift."
+    return (f"pearson of the blocks {min(same):.2f} to {max(same):.2f} over {len(same)} pairs "
+            f"of runs; {min(shifted):.2f} to {max(shifted):.2f} at the best shift")
+
 # %% ../../nbs/experiments/07_grokking.ipynb #0ee033b7
 def judge_distinct(r: Result) -> Judgement | None:
     "Do the two methods end at different blocks?"
     pairs = block_pairs(r)
     if not pairs: return None
     same = [pearson(b.fact, b.nfa) for b in pairs]
-    shifted = [best_shift(b) for b in pairs]
     return judge(max(same) <= threshold("grok-distinct", "pearson"),
-                 f"pearson of the blocks {min(same):.2f} to {max(same):.2f} over {len(same)} pairs "
-                 f"of runs; {min(shifted):.2f} to {max(shifted):.2f} at the best shift",
-                 units=addition_units(r))
+                 _likeness(same, [best_shift(b) for b in pairs]), units=addition_units(r))
+
+# %% ../../nbs/experiments/07_grokking.ipynb #66eb255f
+def _draws(r: Result) -> pd.DataFrame: return r.df[r.df.op == "random"]
 
 # %% ../../nbs/experiments/07_grokking.ipynb #d1d96d63
 def good_draws(r: Result) -> pd.Series: # by kind of block
     "The share of draws with a test accuracy of at least .99, by the worse of the kernels."
-    d = r.df[r.df.op == "random"]
+    d = _draws(r)
     good = d.assign(good=d.test_acc >= .99).groupby(["kind", "kernel"]).good.mean()
     return good.groupby("kind").min()
 
@@ -525,27 +574,35 @@ def good_draws(r: Result) -> pd.Series: # by kind of block
 RANDOM_NAMES = dict(phases="circulant, flat spectrum", entries="circulant, independent entries",
                     orthogonal="orthogonal", normal="independent entries")
 
+# %% ../../nbs/experiments/07_grokking.ipynb #fb54bd30
+def _kinds_in_words(span: pd.DataFrame) -> str: # by kind: min, max
+    "The accuracies of each kind of block."
+    return "; ".join(f"{RANDOM_NAMES[k]}: {span['min'][k]:.3f}–{span['max'][k]:.3f}"
+                     for k in RANDOM_BLOCKS)
+
+# %% ../../nbs/experiments/07_grokking.ipynb #7a6b5801
+def _good_shares(good: pd.Series, draws: int) -> tuple[Estimate, ...]: # good: of `good_draws`
+    "How often each kind of circulant is enough."
+    return tuple(share_estimate(RANDOM_NAMES[k], round(good[k] * draws), draws, "draws")
+                 for k in ("entries", "phases"))
+
+# %% ../../nbs/experiments/07_grokking.ipynb #9ff673f7
+WEAK_FREQUENCIES = ("only if every frequency is equally strong (random phases); "
+                    "with independent entries some are too weak")
+
 # %% ../../nbs/experiments/07_grokking.ipynb #dfb7bee7
 def judge_random(r: Result) -> Judgement | None:
     "Are generic random circulants enough, and other random blocks not? Ten draws are needed."
     if r.config["draws"] < 10: return None
-    good = good_draws(r)
-    span = r.df[r.df.op == "random"].groupby("kind").test_acc.agg(["min", "max"])
+    good, span = good_draws(r), _draws(r).groupby("kind").test_acc.agg(["min", "max"])
     others_fail = span["max"][["orthogonal", "normal"]].max() < .5
-    text = "; ".join(f"{RANDOM_NAMES[k]}: {span['min'][k]:.3f}–{span['max'][k]:.3f}"
-                     for k in RANDOM_BLOCKS)
-    draws = r.config["draws"]
-    estimates = [share_estimate(RANDOM_NAMES[k], round(good[k] * draws), draws, "draws")
-                 for k in ("entries", "phases")]
     generic = good["entries"] >= threshold("grok-random-circulant", "share")
-    return judge(bool(generic and others_fail), f"test accuracy by kind: {text}",
-                 "" if generic else "only if every frequency is equally strong (random phases); "
-                 "with independent entries some are too weak", estimates=tuple(estimates))
+    return judge(bool(generic and others_fail), f"test accuracy by kind: {_kinds_in_words(span)}",
+                 "" if generic else WEAK_FREQUENCIES,
+                 estimates=_good_shares(good, r.config["draws"]))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #b4aca443
-def has_settled(run: pd.DataFrame, # rows of one run, in order
-                iters: int, # updates that it was to make
-               ) -> bool:
+def has_settled(run: pd.DataFrame, iters: int) -> bool: # iters: updates that it was to make
     "Did a run come to rest over its last ten iterations?"
     end = run.tail(10)
     calm = end.trace.max() <= 2 * end.trace.min()
@@ -553,16 +610,13 @@ def has_settled(run: pd.DataFrame, # rows of one run, in order
     return bool(calm and steady and run.iter.max() == iters)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #eaddd082
-def trace_swing(run: pd.DataFrame, # rows of one run
-               ) -> float: # decades
+def trace_swing(run: pd.DataFrame) -> float: # decades
     "How far the trace of M sweeps after iteration 10."
     late = run[run.iter >= min(10, run.iter.max() - 1)].trace
     return float(np.log10(late.max() / late.min()))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #6fa770cd
-def outcome(run: pd.DataFrame, # rows of one run
-            iters: int, # updates that it was to make
-           ) -> pd.Series:
+def outcome(run: pd.DataFrame, iters: int) -> pd.Series: # as in `has_settled`
     "Has a run failed, how far did its trace swing, its best and its final accuracy."
     run = run.sort_values("iter")
     return pd.Series(dict(failed=not has_settled(run, iters), swing=trace_swing(run),
@@ -571,7 +625,7 @@ def outcome(run: pd.DataFrame, # rows of one run
 # %% ../../nbs/experiments/07_grokking.ipynb #074e1400
 def settling(r: Result) -> pd.DataFrame: # index (method, fraction, seed)
     "The outcome of each run of the comparison."
-    d = r.df[(r.df.op == "add") & (r.df.kernel == "quadratic")]
+    d = _addition(r, "quadratic")
     runs = d[d.method.isin(["fact", "plain", "rescaled"])].groupby(["method", "fraction", "seed"])
     return runs.apply(outcome, iters=r.config["iters"], include_groups=False).astype(float)
 
@@ -581,10 +635,8 @@ def stability(r: Result) -> pd.DataFrame: # index (method, fraction)
     return settling(r).groupby(level=[0, 1]).mean()
 
 # %% ../../nbs/experiments/07_grokking.ipynb #ee9bb697
-def side_by_side(plain: pd.Series, # of one fraction
-                 geometric: pd.Series,
-                ) -> str:
-    "Failures, swing and best accuracy of the two updates side by side."
+def side_by_side(plain: pd.Series, geometric: pd.Series) -> str: # of one fraction
+    "Failures, swing and best accuracy of the two updates."
     return (f"{plain.failed:.0%} against {geometric.failed:.0%}, "
             f"trace over {plain.swing:.1f} against {geometric.swing:.1f} decades, "
             f"best accuracy {plain.best:.2f} against {geometric.best:.2f}")
@@ -596,20 +648,29 @@ def _failures(r: Result) -> tuple[Estimate, ...]:
     return tuple(share_estimate(f"{METHOD_NAMES[m]} fails", int(x["sum"]), int(x["size"]))
                  for m, x in failed.loc[["plain", "fact"]].iterrows())
 
+# %% ../../nbs/experiments/07_grokking.ipynb #2d4940dc
+def _only_plain_fails(s: pd.DataFrame) -> bool: # of `stability`
+    "Does the plain update fail often at every fraction, and the averaged one seldom?"
+    often, seldom = (threshold("rfm-plain-unstable-modular", k) for k in ("plain", "averaged"))
+    return bool(s.failed["plain"].min() >= often and s.failed["fact"].max() <= seldom)
+
+# %% ../../nbs/experiments/07_grokking.ipynb #a478efb9
+def _signal_change(failed: pd.Series) -> str: # share of failures by fraction
+    "What is missing where less signal makes nothing worse."
+    if failed.is_monotonic_decreasing and failed.nunique() > 1: return ""
+    return ("'worse with less signal' is not shown: the share of failures is "
+            "the same at every fraction")
+
 # %% ../../nbs/experiments/07_grokking.ipynb #b325b856
 def judge_unstable(r: Result) -> Judgement | None:
     "Is it the missing average that fails, and more so with less signal?"
     if r.config["grid_seeds"] < 5 or len(r.config["fractions"]) < 3: return None
-    s, id = stability(r), "rfm-plain-unstable-modular"
+    s = stability(r)
     plain, averaged = s.loc["plain"], s.loc["fact"]
-    ok = (plain.failed.min() >= threshold(id, "plain")
-          and averaged.failed.max() <= threshold(id, "averaged"))
     text = "; ".join(f"{f:g}: {side_by_side(plain.loc[f], averaged.loc[f])}" for f in plain.index)
-    worse = plain.failed.is_monotonic_decreasing and plain.failed.nunique() > 1
-    change = "" if worse else ("'worse with less signal' is not shown: the share of failures is "
-                               "the same at every fraction")
-    return judge(bool(ok), f"failures by training fraction, plain against geometric: {text}",
-                 scale_note(s), change, estimates=_failures(r))
+    return judge(_only_plain_fails(s),
+                 f"failures by training fraction, plain against geometric: {text}",
+                 scale_note(s), _signal_change(plain.failed), estimates=_failures(r))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #3e28d0f1
 def scale_note(s: pd.DataFrame) -> str: # of `stability`
@@ -618,16 +679,25 @@ def scale_note(s: pd.DataFrame) -> str: # of `stability`
     return ("it is the scale of M that swings: rescaled each time, the plain update's trace "
             f"stays within {s.loc['rescaled'].swing.iloc[-1]:.1f} decades")
 
+# %% ../../nbs/experiments/07_grokking.ipynb #6816581c
+def _compared(r: Result) -> pd.DataFrame:
+    "Rows of addition with the quadratic kernel, at the main fraction."
+    d = _addition(r, "quadratic")
+    return d[d.fraction == r.config["fraction"]]
+
 # %% ../../nbs/experiments/07_grokking.ipynb #gk000006
 def rescaled_is_better(r: Result) -> str: # "" where it is not, or was not run
     "The fewest errors of averaging and of the rescaled plain update, split by split."
-    d = r.df[(r.df.op == "add") & (r.df.kernel == "quadratic")
-             & (r.df.fraction == r.config["fraction"])]
-    fewest = d.groupby(["method", "seed"]).errors.min()
+    fewest = _compared(r).groupby(["method", "seed"]).errors.min()
     if "rescaled" not in fewest.index or fewest["rescaled"].sum() >= fewest["fact"].sum(): return ""
-    said = {m: ", ".join(str(int(e)) for e in fewest[m]) for m in ("rescaled", "fact")}
     return ("the plain update with M rescaled makes fewer errors than the averaged one: "
-            f"{said['rescaled']} against {said['fact']}")
+            f"{_listed(fewest['rescaled'])} against {_listed(fewest['fact'])}")
+
+# %% ../../nbs/experiments/07_grokking.ipynb #ce44704f
+def _ends_in_words(geometric: pd.Series, plain: pd.Series) -> str: # final accuracy by fraction
+    "Where the runs of both updates end."
+    return "; ".join(f"{geometric[f]:.3f} against {plain[f]:.3f} at fraction {f:g}"
+                     for f in geometric.index)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #06be75c8
 def judge_geom_keeps(r: Result) -> Judgement | None:
@@ -635,10 +705,9 @@ def judge_geom_keeps(r: Result) -> Judgement | None:
     if r.config["grid_seeds"] < 5: return None
     final = stability(r).final
     plain, geometric = final["plain"], final["fact"]
-    text = "; ".join(f"{geometric[f]:.3f} against {plain[f]:.3f} at fraction {f:g}"
-                     for f in geometric.index)
+    ends = _ends_in_words(geometric, plain)
     return judge(bool((geometric >= plain).all()),
-                 f"final test accuracy on modular addition, geometric against plain: {text}",
+                 f"final test accuracy on modular addition, geometric against plain: {ends}",
                  change=rescaled_is_better(r))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #a8beb872
@@ -646,19 +715,23 @@ def fact_looks(r: Result) -> pd.DataFrame:
     "The iterates of FACT whose eigenvalues were looked at."
     return r.df[r.df.low.notna() & (r.df.method == "fact")]
 
+# %% ../../nbs/experiments/07_grokking.ipynb #58df1ebb
+def _eigenvalues_in_words(d: pd.DataFrame) -> str: # of `fact_looks`
+    "The spectrum of FACT at the start and later."
+    zero, later = d[d.iter == 0], d[d.iter > 0]
+    return (f"modular arithmetic: at iteration 0 eigenvalues of FACT ≥ {zero.low.min():.0e} of "
+            f"the largest, imaginary parts ≤ {zero.imag.max():.0e}, asymmetry "
+            f"{zero.asym.max():.0e}; later ≥ {later.low.min():.0e}, asymmetry up to "
+            f"{later.asym.max():.2f}")
+
 # %% ../../nbs/experiments/07_grokking.ipynb #5647ee02
 def judge_naive(r: Result) -> Judgement:
     "Is FACT not p.s.d. off convergence?"
     d = fact_looks(r)
-    zero, later = d[d.iter == 0], d[d.iter > 0]
     negative = bool((d.low < -1e-8).any())
-    ours = (f"modular arithmetic: at iteration 0 eigenvalues of FACT ≥ {zero.low.min():.0e} of "
-            f"the largest, imaginary parts ≤ {zero.imag.max():.0e}, asymmetry "
-            f"{zero.asym.max():.0e}; later ≥ {later.low.min():.0e}, asymmetry up to "
-            f"{later.asym.max():.2f}")
     change = ("here FACT starts p.s.d. and keeps non-negative eigenvalues; "
               "from iteration 1 on it is only not symmetric")
-    return judge(True, ours, change="" if negative else change)
+    return judge(True, _eigenvalues_in_words(d), change="" if negative else change)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #0f8f5949
 COMPARED = dict(op=("add",), kernel=("quadratic",), method=("fact", "plain", "rescaled"))
@@ -679,17 +752,20 @@ METHOD_LOOKS: dict[str, dict[str, Any]] = {
             linewidth=1.3) for m, k in LOOKS_LIKE.items()}
 
 # %% ../../nbs/experiments/07_grokking.ipynb #9bf9e500
-def draw_kernel(upper: plt.Axes, # accuracies
-                lower: plt.Axes, # circulant energy
-                runs: pd.DataFrame, # rows of one kernel
-               ) -> None:
-    "The runs of one kernel, a line a split."
+def draw_kernel(upper: plt.Axes, lower: plt.Axes, runs: pd.DataFrame) -> None: # of one kernel
+    "Accuracies above and circulant energy below, a line a split."
     for (m, seed), g in runs.groupby(["method", "seed"]):
         label = None if seed else f"test, {METHOD_NAMES[m]}"
         upper.plot(g.iter, g.test_acc, **METHOD_LOOKS[m], alpha=.8, label=label)
         lower.plot(g.iter, g.circulant, **METHOD_LOOKS[m], alpha=.8)
     one = runs[(runs.method == "fact") & (runs.seed == 0)]
     upper.plot(one.iter, one.train_acc, color="grey", lw=1, label="train, all")
+
+# %% ../../nbs/experiments/07_grokking.ipynb #f503db93
+def _legend_above(fig: plt.Figure, ax: plt.Axes, columns: int) -> None:
+    "One legend for all panels, from the lines of one of them."
+    fig.legend(*ax.get_legend_handles_labels(), fontsize=8, loc="outside upper center",
+               ncol=columns)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #5c35b2db
 def draw_delay(r: Result) -> plt.Figure:
@@ -705,8 +781,7 @@ def draw_delay(r: Result) -> plt.Figure:
             lower.set(xlabel="iteration")
         axes[0, 0].set_ylabel("accuracy")
         axes[1, 0].set_ylabel("circulant energy of $B$")
-        fig.legend(*axes[0, -1].get_legend_handles_labels(), fontsize=8,
-                   loc="outside upper center", ncol=4)
+        _legend_above(fig, axes[0, -1], columns=4)
     return fig
 
 # %% ../../nbs/experiments/07_grokking.ipynb #a7fe568b
@@ -724,9 +799,7 @@ def plain_view(M: np.ndarray, # 2p × 2p
     return A
 
 # %% ../../nbs/experiments/07_grokking.ipynb #c832910b
-def main_unit(r: Result,
-              method: str,
-             ) -> StoredUnit:
+def main_unit(r: Result, method: str) -> StoredUnit:
     "Addition with the quadratic kernel, seed 0, at the main fraction."
     return r.where(op="add", kernel="quadratic", method=method, fraction=r.config["fraction"],
                    seed=0)[0]
@@ -741,31 +814,40 @@ def draw_feature_matrices(r: Result) -> plt.Figure:
     return heatmaps(views, height=2.4)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #6789a562
-def strengths(c: Tensor, # a generator
-             ) -> np.ndarray: # at k = 1, …, ⌊p/2⌋; their mean is 1
-    "|ĉ_k| relative to the mean over the frequencies."
+def strengths(c: Tensor) -> np.ndarray: # at k = 1, …, ⌊p/2⌋; their mean is 1
+    "|ĉ_k| of a generator, relative to the mean over the frequencies."
     s = torch.fft.rfft(c - c.mean()).abs()[1:]
     return (s / s.mean()).numpy()
+
+# %% ../../nbs/experiments/07_grokking.ipynb #9c49d5dc
+def _strengths_of(b: BlockPair) -> dict[tuple[str, str], np.ndarray]: # by kernel and method
+    "How strong each frequency of the two learned blocks is."
+    blocks = dict(fact=b.fact, nfa=b.nfa)
+    return {(b.kernel, m): strengths(generator(B.double())) for m, B in blocks.items()}
 
 # %% ../../nbs/experiments/07_grokking.ipynb #b53dc751
 def spectra(r: Result) -> pd.DataFrame: # a row per frequency, a column per (kernel, method)
     "Strength of the learned blocks of seed 0 at each frequency, relative to the mean."
-    pairs = [b for b in block_pairs(r) if b.seed == 0]
-    of = lambda B: strengths(generator(B.double()))
-    columns = {(b.kernel, m): of(B) for b in pairs for m, B in (("fact", b.fact), ("nfa", b.nfa))}
+    columns: dict[tuple[str, str], np.ndarray] = {}
+    for b in block_pairs(r):
+        if b.seed == 0:
+            columns |= _strengths_of(b)
     return pd.DataFrame(columns, index=range(1, r.config["p"] // 2 + 1))
 
+# %% ../../nbs/experiments/07_grokking.ipynb #e81fbe56
+def _draw_random_strengths(ax: plt.Axes, frequencies: pd.Index) -> None:
+    "Strengths of a circulant with random entries."
+    B = random_block("entries", 2 * len(frequencies) + 1, torch.Generator().manual_seed(0))
+    ax.plot(frequencies, strengths(generator(B)), color="grey", lw=.8, ls=":",
+            label="random entries")
+
 # %% ../../nbs/experiments/07_grokking.ipynb #9bb07659
-def draw_strengths(ax: plt.Axes,
-                   table: pd.DataFrame, # of one kernel: a column per method
-                  ) -> None:
+def draw_strengths(ax: plt.Axes, table: pd.DataFrame) -> None: # of one kernel: a column a method
     "The two methods' strengths by frequency, and those of random entries."
     for m in ("fact", "nfa"):
         small = METHOD_LOOKS[m] | dict(markevery=1, markersize=3)
         ax.plot(table.index, table[m], **small, label=METHOD_NAMES[m])
-    B = random_block("entries", 2 * len(table) + 1, torch.Generator().manual_seed(0))
-    ax.plot(table.index, strengths(generator(B)), color="grey", lw=.8, ls=":",
-            label="random entries")
+    _draw_random_strengths(ax, table.index)
     ax.set(xlabel="frequency $k$", ylim=(0, None))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #5f7c4f68
@@ -779,28 +861,27 @@ def draw_spectrum(r: Result) -> plt.Figure:
             draw_strengths(ax, table[k])
             ax.set(title=f"{k} kernel")
         axes[0, 0].set_ylabel(r"$|\hat c_k|$ / mean")
-        fig.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8,
-                   loc="outside upper center", ncol=3)
+        _legend_above(fig, axes[0, 0], columns=3)
     return fig
 
 # %% ../../nbs/experiments/07_grokking.ipynb #0a70806d
-def own_order(M: Tensor, # 2p × 2p
-              op: str,
-             ) -> Tensor: # p × p, or (p−1) × (p−1) for multiplication and division
+def own_order(M: Tensor, op: str) -> Tensor: # p × p, or (p−1) × (p−1) for mul and div
     "The off-diagonal block in the residues' own order."
     return block(M) if op in ("add", "sub") else block(M)[1:, 1:]
 
+# %% ../../nbs/experiments/07_grokking.ipynb #4664ff66
+def _both_energies(u: StoredUnit) -> dict[str, float]:
+    "How circulant the last block of an operation is, in both orders."
+    M, op = torch.from_numpy(u.arrays["last"]).double(), u.params["op"]
+    return dict(own_order=circulant_energy(own_order(M, op), ALONG[op]),
+                by_logarithm=circulant_energy(block(M, True), ALONG[op]))
+
 # %% ../../nbs/experiments/07_grokking.ipynb #85e0c3f1
-def op_row(r: Result,
-           u: StoredUnit, # of a further operation
-          ) -> dict[str, Any]:
+def op_row(r: Result, u: StoredUnit) -> dict[str, Any]: # u: of a further operation
     "Final accuracy and circulant energy of one run, in both orders."
     op, method = u.params["op"], u.params["method"]
-    M = torch.from_numpy(u.arrays["last"]).double()
     end = r.df[(r.df.op == op) & (r.df.method == method)].sort_values("iter").iloc[-1]
-    return dict(op=op, method=METHOD_NAMES[method],
-                own_order=circulant_energy(own_order(M, op), ALONG[op]),
-                by_logarithm=circulant_energy(block(M, True), ALONG[op]),
+    return dict(op=op, method=METHOD_NAMES[method], **_both_energies(u),
                 errors=int(end.errors), test_acc=end.test_acc)
 
 # %% ../../nbs/experiments/07_grokking.ipynb #053b5630
@@ -817,52 +898,60 @@ OP_VIEWS = (("sub", "own_order"), ("mul", "own_order"),
             ("mul", "by_logarithm"), ("div", "by_logarithm")) # what the figure has room for
 
 # %% ../../nbs/experiments/07_grokking.ipynb #b04da220
-def op_view(r: Result,
-            op: str,
-            order: str, # own_order or by_logarithm
-           ) -> np.ndarray:
+def op_view(r: Result, op: str, order: str) -> np.ndarray: # order: own_order or by_logarithm
     "FACT's off-diagonal block of an operation, mean removed."
     M = torch.from_numpy(r.where(op=op, method="fact")[0].arrays["last"]).double()
     B = own_order(M, op) if order == "own_order" else block(M, True)
     return (B - B.mean()).numpy()
 
+# %% ../../nbs/experiments/07_grokking.ipynb #117ae2c2
+def _op_title(op: str, order: str, energy: float) -> str:
+    "An operation, the order of its residues, and how circulant its block is then."
+    return f"{OP_SYMBOLS[op]}, {order.replace('_', ' ')}\nenergy {energy:.2f}"
+
 # %% ../../nbs/experiments/07_grokking.ipynb #68b6aa86
 def draw_ops(r: Result) -> plt.Figure:
     "FACT's off-diagonal block for the further operations."
     table = op_energies(r).query("method == 'FACT'").set_index("op")
-    title = lambda op, order: (f"{OP_SYMBOLS[op]}, {order.replace('_', ' ')}\n"
-                               f"energy {table.loc[op, order]:.2f}")
-    return heatmaps({title(op, order): op_view(r, op, order) for op, order in OP_VIEWS
-                     if op in table.index}, height=2.4)
+    views = [(op, order) for op, order in OP_VIEWS if op in table.index]
+    return heatmaps({_op_title(op, order, table.loc[op, order]): op_view(r, op, order)
+                     for op, order in views}, height=2.4)
 
-# %% ../../nbs/experiments/07_grokking.ipynb #0e15a495
-def draw_ends(ax: plt.Axes,
-              runs: pd.DataFrame, # of `settling`
-             ) -> None:
-    "Final accuracy by training fraction, one mark a run; for the plain update also the best."
+# %% ../../nbs/experiments/07_grokking.ipynb #a82cb087
+def _mark_ends(ax: plt.Axes, runs: pd.DataFrame) -> None: # of `settling`
+    "Final accuracy, one mark a run; for the plain update also the best."
     for m, side in (("fact", -.006), ("plain", .006)):
         g = runs.loc[m].reset_index()
         ax.plot(g.fraction + side, g.final, MARKERS[LOOKS_LIKE[m]], ms=5,
                 color=METHOD_LOOKS[m]["color"], label=f"{METHOD_NAMES[m]}: end")
     ax.plot(g.fraction + side, g.best, "_", color="black", ms=9, label="plain: best")
-    x = sorted(g.fraction.unique())
+
+# %% ../../nbs/experiments/07_grokking.ipynb #0e15a495
+def draw_ends(ax: plt.Axes, runs: pd.DataFrame) -> None: # of `settling`
+    "Where the runs end, by training fraction, with room for the legend."
+    _mark_ends(ax, runs)
+    x = sorted(runs.loc["plain"].index.unique("fraction"))
     ax.set(xlabel="training fraction", ylim=(-.05, 1.5), yticks=[0, .25, .5, .75, 1], xticks=x,
            xlim=(x[0] - .05, x[-1] + .05))
     ax.legend(fontsize=7, loc="upper left")
 
+# %% ../../nbs/experiments/07_grokking.ipynb #417b1815
+def _draw_swings(left: plt.Axes, right: plt.Axes, split: pd.DataFrame) -> None: # rows of one split
+    "Trace of M and test accuracy by iteration, with and without the average."
+    for m in ("fact", "plain", "rescaled"):
+        g = split[split.method == m]
+        left.plot(g.iter, g.trace, **METHOD_LOOKS[m], label=METHOD_NAMES[m])
+        right.plot(g.iter, g.test_acc, **METHOD_LOOKS[m])
+    left.set(yscale="log", xlabel="iteration", ylabel=r"tr $M$ before rescaling")
+    right.set(xlabel="iteration", ylabel="test accuracy")
+
 # %% ../../nbs/experiments/07_grokking.ipynb #3ea7bcfe
 def draw_stability(r: Result) -> plt.Figure:
     "Trace of M and test accuracy by iteration, and final accuracy by training fraction."
-    first = r.df[(r.df.op == "add") & (r.df.kernel == "quadratic") & (r.df.seed == 0)
-                 & (r.df.fraction == r.config["fraction"])]
+    d = _compared(r)
     with style():
         fig, (left, middle, right) = plt.subplots(1, 3, figsize=(WIDTH, 2.8))
-        for m in ("fact", "plain", "rescaled"):
-            g = first[first.method == m]
-            left.plot(g.iter, g.trace, **METHOD_LOOKS[m], label=METHOD_NAMES[m])
-            middle.plot(g.iter, g.test_acc, **METHOD_LOOKS[m])
-        left.set(yscale="log", xlabel="iteration", ylabel=r"tr $M$ before rescaling")
-        middle.set(xlabel="iteration", ylabel="test accuracy")
+        _draw_swings(left, middle, d[d.seed == 0])
         draw_ends(right, settling(r))
         fig.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside upper left", ncol=3)
     return fig
@@ -870,23 +959,25 @@ def draw_stability(r: Result) -> plt.Figure:
 # %% ../../nbs/experiments/07_grokking.ipynb #70d87b91
 def random_marks(r: Result) -> pd.DataFrame: # kernel, kind, x, test_acc
     "Where each draw of random features stands in the figure."
-    d = r.df[r.df.op == "random"]
+    d = _draws(r)
     kernels = sorted(d.kernel.unique())
     side = .25 * (d.kernel.map(kernels.index) - .5) + .008 * (d.draw - d.draw.max() / 2)
     x = d.kind.map(list(RANDOM_BLOCKS).index) + side
     return d.assign(x=x)[["kernel", "kind", "x", "test_acc"]]
 
+# %% ../../nbs/experiments/07_grokking.ipynb #ffa37601
+RANDOM_TICKS = ("circulant,\nrandom phases", "circulant,\nrandom entries", "random\northogonal",
+                "random\nnormal entries") # in the order of RANDOM_BLOCKS
+
 # %% ../../nbs/experiments/07_grokking.ipynb #a9c03c88
 def draw_random(r: Result) -> plt.Figure:
     "Test accuracy with fixed random feature matrices, one mark a draw."
-    kinds = ("circulant,\nrandom phases", "circulant,\nrandom entries", "random\northogonal",
-             "random\nnormal entries")
     with style():
         fig, ax = plt.subplots(figsize=(WIDTH, 2.4))
         for marker, (k, g) in zip("o^", random_marks(r).groupby("kernel")):
             ax.plot(g.x, g.test_acc, marker, ms=5, alpha=.7, label=f"{k} kernel")
-        ax.set(xticks=range(4), xticklabels=kinds, ylabel="test accuracy", ylim=(-.05, 1.08),
-               xlim=(-.5, 3.5))
+        ax.set(xticks=range(4), xticklabels=RANDOM_TICKS, ylabel="test accuracy",
+               ylim=(-.05, 1.08), xlim=(-.5, 3.5))
         ax.legend(fontsize=8, loc="center right")
     return fig
 

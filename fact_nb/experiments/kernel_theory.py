@@ -61,18 +61,21 @@ def _inner(k: Callable[[Tensor], Tensor]) -> PlainKernel:
 PLAIN: dict[str, PlainKernel] = dict(
     laplace=_laplace, gaussian=_gaussian, quadratic=_inner(torch.square),
     exponential=_inner(lambda t: torch.exp(t / 3)), cubic=_inner(lambda t: (t + 1)**3))
+INNER = ("quadratic", "exponential", "cubic") # functions of xᵀMz
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #b23aa391
 LIBRARY: dict[str, Kernel] = dict(
     laplace=Laplace(2.), gaussian=Gaussian(2.), quadratic=Quadratic(),
     exponential=Exponential(3.), cubic=Polynomial(3, 1.))
-INNER = ("quadratic", "exponential", "cubic")
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #125c0270
-def dual(kernel: PlainKernel,
-         X: Tensor, # n × d
-         Y: Tensor, # n × c
-         W: Tensor, # d × d
-         ridge: float, # nλ
-        ) -> Tensor: # n × c
+def dual(
+    kernel: PlainKernel,
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    W: Tensor, # d × d
+    ridge: float, # nλ
+) -> Tensor: # n × c
     "α = (K + ridge·I)⁻¹ y"
     K = kernel(X, X, W)
     return torch.linalg.solve(K + ridge * torch.eye(len(X), dtype=X.dtype), Y)
@@ -82,40 +85,40 @@ def half_square(f: Tensor, y: Tensor) -> Tensor:
     "The paper's loss of one sample."
     return .5 * (f - y).square().sum()
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #252be1a4
+def _input_gradient(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor: # d
+    "∇f at x; f takes its point as a matrix of one row."
+    row = x[None].clone().requires_grad_()
+    return torch.autograd.grad(f(row), row)[0][0]
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #eb1110a0
-def fact_definition(kernel: PlainKernel,
-                    X: Tensor, # n × d
-                    Y: Tensor, # targets, one a row
-                    W: Tensor, # d × d
-                    alpha: Tensor, # n × c
-                    lam: float, # λ
-                    loss: Callable[[Tensor, Tensor], Tensor] = half_square, # of one sample
-                   ) -> Tensor: # d × d
+def fact_definition(
+    kernel: PlainKernel,
+    X: Tensor, # n × d
+    Y: Tensor, # targets, one a row
+    W: Tensor, # d × d
+    alpha: Tensor, # n × c
+    lam: float, # λ
+    loss: Callable[[Tensor, Tensor], Tensor] = half_square, # of one sample
+) -> Tensor: # d × d
     "−(1/nλ) Σ ∇ₓℓ(f(x), y_i) x_iᵀ"
     out = torch.zeros(X.shape[1], X.shape[1], dtype=X.dtype)
-    for i in range(len(X)):
-        x = X[i:i+1].clone().requires_grad_()
-        f = (kernel(x, X, W) @ alpha)[0]
-        slope = torch.autograd.grad(loss(f, Y[i]), x)[0][0]
-        out -= torch.outer(slope, X[i]) / (len(X) * lam)
+    for x, y in zip(X, Y):
+        slope = _input_gradient(lambda row: loss((kernel(row, X, W) @ alpha)[0], y), x)
+        out -= torch.outer(slope, x) / (len(X) * lam)
     return out
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #7d3fb72c
 def gradients_by_pair(kernel: PlainKernel, X: Tensor, W: Tensor) -> Tensor: # n × n × d
     "∇ₓK(x, x_j) at x = x_i, for every pair."
     out = torch.zeros(len(X), len(X), X.shape[1], dtype=X.dtype)
-    for i in range(len(X)):
-        for j in range(len(X)):
-            x = X[i:i+1].clone().requires_grad_()
-            out[i, j] = torch.autograd.grad(kernel(x, X[j:j+1], W).sum(), x)[0][0]
+    for i, x in enumerate(X):
+        for j, z in enumerate(X):
+            out[i, j] = _input_gradient(lambda row: kernel(row, z[None], W).sum(), x)
     return out
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #4c356803
-def agop_definition(kernel: PlainKernel,
-                    X: Tensor, # n × d
-                    W: Tensor, # d × d
-                    alpha: Tensor, # n × c
-                   ) -> Tensor: # d × d
+def agop_definition(kernel: PlainKernel, X: Tensor, W: Tensor, alpha: Tensor) -> Tensor: # d × d
     "(1/n) Σ JᵀJ, with the Jacobian of f at every sample."
     f = lambda x: (kernel(x[None], X, W) @ alpha)[0]
     total = torch.zeros(X.shape[1], X.shape[1], dtype=X.dtype)
@@ -135,22 +138,30 @@ class Config:
     c: int = 3 # outputs
     lam: float = .05 # λ
 
-    def check(self) -> None:
-        "Raise a UsageError for settings that cannot work."
-        require(set(self.kernels) <= set(PLAIN), f"kernels must be among {', '.join(PLAIN)}")
-        require(self.lam > 0, "lam must be positive (the definition of FACT divides by it), "
-                              f"it is {self.lam:g}")
-        require(self.n >= 2 and min(self.d, self.c, self.seeds) >= 1,
-                "n must be at least 2; d, c and seeds at least 1")
+    def check(self) -> None: _check(self)
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #791cbd43
+def _check(cfg: Config) -> None:
+    "A UsageError for settings that cannot work."
+    require(set(cfg.kernels) <= set(PLAIN), f"kernels must be among {', '.join(PLAIN)}")
+    require(cfg.lam > 0, "lam must be positive (the definition of FACT divides by it), "
+                         f"it is {cfg.lam:g}")
+    require(cfg.n >= 2 and min(cfg.d, cfg.c, cfg.seeds) >= 1,
+            "n must be at least 2; d, c and seeds at least 1")
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #76499d5c
 presets = dict(quick=Config(), cpu=Config(seeds=5), paper=Config(seeds=20))
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #8c64c0a5
+def _normals(seed: int) -> Callable[..., Tensor]: # a shape → numbers
+    "Normal numbers in float64, drawn one after the other."
+    g = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #ee38c6e1
 def draw(cfg: Config, seed: int) -> tuple[Tensor, Tensor, Tensor]: # X, Y, W
     "A random problem, float64."
-    g = torch.Generator().manual_seed(seed)
-    rand = lambda *s: torch.randn(*s, generator=g, dtype=torch.float64)
+    rand = _normals(seed)
     X, Y = rand(cfg.n, cfg.d), rand(cfg.n, cfg.c)
     W = .3 * (torch.eye(cfg.d, dtype=torch.float64) + .5 * rand(cfg.d, cfg.d))
     return X, Y, W
@@ -194,24 +205,28 @@ def representer_rows(case: KernelCase) -> dict[str, float]:
     right, printed = case.alpha(case.ridge), case.alpha(case.lam)
     return {"representer": off(right), "representer as printed": off(printed)}
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #78c50adb
+def _fact_by_pairs(case: KernelCase, alpha: Tensor) -> Tensor: # d × d
+    "The sum through α, from the kernel's gradients."
+    G = gradients_by_pair(case.plain, case.X, case.W)
+    return torch.einsum("ija,jc,ic,ib->ab", G, alpha, alpha, case.X)
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #88fbbdaf
 def fact_rows(case: KernelCase) -> dict[str, float]:
     "FACT and AGOP through α, against their definitions."
     a = case.alpha(case.ridge)
     truth = case.fact(a)
-    G = gradients_by_pair(case.plain, case.X, case.W)
-    by_pairs = torch.einsum("ija,jc,ic,ib->ab", G, a, a, case.X)
-    return {"FACT through α": rel_err(truth, by_pairs),
+    return {"FACT through α": rel_err(truth, _fact_by_pairs(case, a)),
             "FACT, library": rel_err(truth, kernel_fact(case.library, case.X, a, case.M)),
             "AGOP, library": rel_err(case.agop(a), kernel_agop(case.library, case.X, a, case.M)),
             "FACT·M asymmetry": rel_asymmetry(truth @ case.W.T @ case.W)}
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #9ccc5fb4
 def zero_ridge_rows(case: KernelCase) -> dict[str, float]:
-    "1 where FACT is not finite at λ = 0; 0 for kernels with a singular K, which say nothing."
-    if case.name in INNER: return {"λ = 0 not finite": 0.}
-    F0 = kernel_fact(case.library, case.X, case.alpha(0.), case.M)
-    return {"λ = 0 not finite": float(not F0.isfinite().all())}
+    "1 where FACT is not finite at λ = 0; 0 for a singular K, which says nothing."
+    silent = case.name in INNER
+    finite = silent or kernel_fact(case.library, case.X, case.alpha(0.), case.M).isfinite().all()
+    return {"λ = 0 not finite": float(not finite)}
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #a8d976ff
 class PlainRule(NamedTuple):
@@ -228,13 +243,14 @@ RULES = {
     "NFA": PlainRule(lambda F, A, M: psd_power(A, 1/4, negative="clip"), update="nfa")}
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #bbda57bb
-def algorithm1(kernel: PlainKernel,
-               X: Tensor,
-               Y: Tensor,
-               lam: float,
-               rule: PlainRule,
-               iters: int = 2,
-              ) -> tuple[Tensor, Tensor]: # M, α
+def algorithm1(
+    kernel: PlainKernel,
+    X: Tensor,
+    Y: Tensor,
+    lam: float,
+    rule: PlainRule,
+    iters: int = 2,
+) -> tuple[Tensor, Tensor]: # M, α
     "Algorithm 1 from the definitions."
     W = torch.eye(X.shape[1], dtype=X.dtype)
     for _ in range(iters):
@@ -243,24 +259,26 @@ def algorithm1(kernel: PlainKernel,
         W = rule.by_definition(FA, A, W.T @ W)
     return W.T @ W, dual(kernel, X, Y, W, len(X) * lam)
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #cefe1330
+def _library_run(case: KernelCase, rule: PlainRule) -> RFM: # fitted
+    "The library's machine after two updates by a rule."
+    machine = RFM(case.library, iters=2, ridge=case.ridge, normalize=None, progress=False,
+                  update=rule.update, geometric=rule.geometric, power=rule.power)
+    return machine.fit(case.X, case.Y)
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #aebf57e4
-def algorithm_rows(case: KernelCase) -> dict[str, float]: # W is not used: it starts from I
+def algorithm_rows(case: KernelCase) -> dict[str, float]:
     "The library's machine against Algorithm 1, for each update."
     out = {}
     for name, rule in RULES.items():
         M, a = algorithm1(case.plain, case.X, case.Y, case.lam, rule)
-        fast = RFM(case.library, iters=2, ridge=case.ridge, normalize=None, progress=False,
-                   update=rule.update, geometric=rule.geometric, power=rule.power)
-        fast.fit(case.X, case.Y)
+        fast = _library_run(case, rule)
         out[f"Algorithm 1, {name}"] = max(rel_err(M, fast.M), rel_err(a, fast.alpha))
     return out
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #94db2cf8
-def library_core(core: Callable[..., Tensor], # fact_core or agop_core
-                 case: KernelCase,
-                 alpha: Tensor,
-                ) -> Tensor: # d × d
-    "S of FACT or T of AGOP, as the library forms it."
+def library_core(core: Callable[..., Tensor], case: KernelCase, alpha: Tensor) -> Tensor: # d × d
+    "S or T as the library forms it, by fact_core or agop_core."
     kernel = case.library
     X = case.X - case.X.mean(0) if kernel.radial else case.X
     return core(kernel.value_and_coef(case.X, None, case.M)[1], alpha, X, kernel.radial)
@@ -288,89 +306,129 @@ def kernel_slopes(case: KernelCase) -> Tensor: # n × n
     t = (case.X @ case.M @ case.X.T).requires_grad_()
     return torch.autograd.grad(case.library.k(t).sum(), t)[0]
 
-# %% ../../nbs/experiments/09_kernel_theory.ipynb #3ff6ee7a
-def product_rows(case: KernelCase) -> dict[str, float]: # an inner-product kernel
-    "Proposition 5.1, and the simplified update against both forms of the paper's."
-    a, k1, MX = case.alpha(case.ridge), kernel_slopes(case), case.X @ case.M
-    tau, B = k1.T @ k1 / len(case.X), a @ a.T
-    A, FM = case.agop(a), case.fact(a) @ case.M
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #e17716f9
+def _tau(k1: Tensor) -> Tensor: return k1.T @ k1 / len(k1) # n × n, from kernel_slopes
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #53f99b4f
+def _proposition_rows(case: KernelCase, a: Tensor, FM: Tensor) -> dict[str, float]: # FM: FACT·M
+    "Proposition 5.1: the same sum over pairs, with τ for AGOP and with k' for FACT·M."
+    k1, MX, B = kernel_slopes(case), case.X @ case.M, a @ a.T
+    return {"Prop. 5.1, AGOP": rel_err(case.agop(a), MX.T @ (_tau(k1) * B) @ MX),
+            "Prop. 5.1, FACT·M": rel_err(FM, MX.T @ (k1 * B) @ MX)}
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #877702d1
+def _simplified_rows(case: KernelCase, a: Tensor, FM: Tensor) -> dict[str, float]: # FM: FACT·M
+    "The simplified update against the library's form and the printed form of the paper's."
     S = library_core(fact_core, case, a)
     simple = fact_update(case.M, S, "simple")
-    return {"Prop. 5.1, AGOP": rel_err(A, MX.T @ (tau * B) @ MX),
-            "Prop. 5.1, FACT·M": rel_err(FM, MX.T @ (k1 * B) @ MX),
-            "simplified update": rel_err(fact_update(case.M, S, True), simple),
-            "simplified update, eighth root": rel_err(psd_power(FM @ FM.T, 1/4), simple),
-            "τ against k'": rel_err(k1, tau * (k1 * tau).sum() / tau.square().sum())}
+    return {"simplified update": rel_err(fact_update(case.M, S, True), simple),
+            "simplified update, eighth root": rel_err(psd_power(FM @ FM.T, 1/4), simple)}
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #15bbb6c6
+def _tau_row(case: KernelCase) -> dict[str, float]:
+    "k' against its best multiple of τ."
+    k1 = kernel_slopes(case)
+    tau = _tau(k1)
+    return {"τ against k'": rel_err(k1, tau * (k1 * tau).sum() / tau.square().sum())}
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #3ff6ee7a
+def product_rows(case: KernelCase) -> dict[str, float]: # an inner-product kernel
+    "Proposition 5.1, the simplified update, and τ beside k'."
+    a = case.alpha(case.ridge)
+    FM = case.fact(a) @ case.M
+    return _proposition_rows(case, a, FM) | _simplified_rows(case, a, FM) | _tau_row(case)
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #15697ab6
 def _checks(rows: dict[str, float]) -> Output:
     "One row a statement."
     return Output([dict(check=k, value=float(v)) for k, v in rows.items()])
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #c102ceac
+def _identity_rows(case: KernelCase) -> dict[str, float]:
+    "Every identity that is said of this kernel."
+    halved = case._replace(X=case.X / 2, Y=case.Y / 2)
+    rows = representer_rows(case) | fact_rows(case) | zero_ridge_rows(case)
+    rows |= algorithm_rows(halved) | nfa_rows(case)
+    return rows | product_rows(case) if case.name in INNER else rows
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #90c2cc29
 def identity_unit(cfg: Config, unit: dict[str, Any]) -> Output:
     "All identities of one kernel on one problem."
     case = KernelCase(unit["kernel"], *draw(cfg, unit["seed"]), cfg.lam)
-    halved = case._replace(X=case.X / 2, Y=case.Y / 2)
-    rows = representer_rows(case) | fact_rows(case) | zero_ridge_rows(case)
-    rows |= algorithm_rows(halved) | nfa_rows(case)
-    if case.name in INNER:
-        rows |= product_rows(case)
-    return _checks(rows)
+    return _checks(_identity_rows(case))
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #0918a477
-def smallest_eigenvalue(kernel: PlainKernel,
-                        X: Tensor,
-                        Y: Tensor,
-                        W: Tensor,
-                        ridge: float, # nλ
-                       ) -> float:
+def smallest_eigenvalue(
+    kernel: PlainKernel,
+    X: Tensor,
+    Y: Tensor,
+    W: Tensor,
+    ridge: float, # nλ
+) -> float:
     "Of the symmetric part of FACT·M, relative to the norm."
     a = dual(kernel, X, Y, W, ridge)
     FM = fact_definition(kernel, X, Y, W, a, ridge / len(X)) @ W.T @ W
     return float(torch.linalg.eigvalsh((FM + FM.T) / 2)[0] / FM.norm())
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #38451a9a
+def _product_lows(X: Tensor, Y: Tensor, W: Tensor, ridge: float) -> dict[str, float]:
+    "Three kernels of the inner product, and tanh."
+    low = {name: smallest_eigenvalue(PLAIN[name], X, Y, W, ridge) for name in INNER}
+    return low | dict(tanh=smallest_eigenvalue(_inner(torch.tanh), X, Y, W, 2.))
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #bed4d716
+def _radial_lows(X: Tensor, ridge: float) -> dict[str, float]:
+    "Radial kernels, with a target of one input."
+    I, Y = torch.eye(X.shape[1], dtype=X.dtype), X[:, :1] + 1
+    return {name: smallest_eigenvalue(PLAIN[name], X, Y, I, ridge)
+            for name in ("laplace", "gaussian")}
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #3387414d
 def psd_unit(cfg: Config, unit: dict[str, Any]) -> Output:
     "The smallest eigenvalue of FACT·M for six kernels, on one problem."
     X, Y, W = draw(cfg, unit["seed"])
     ridge = cfg.n * cfg.lam
-    low = {name: smallest_eigenvalue(PLAIN[name], X, Y, 2 * W, ridge) for name in INNER}
-    low["tanh"] = smallest_eigenvalue(_inner(torch.tanh), X, Y, 2 * W, 2.)
-    I, one_input = torch.eye(cfg.d, dtype=X.dtype), X[:, :1] + 1
-    for name in ("laplace", "gaussian"):
-        low[name] = smallest_eigenvalue(PLAIN[name], X, one_input, I, ridge)
+    low = _product_lows(X, Y, 2 * W, ridge) | _radial_lows(X, ridge)
     return Output([dict(check="smallest eigenvalue", kernel=k, value=v) for k, v in low.items()])
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #504fc1af
+def _objective(
+    kernel: PlainKernel,
+    X: Tensor,
+    Y: Tensor,
+    ridge: float, # nλ
+    weight: float, # λ/2, or ½ when all is divided by λ
+) -> Callable[[Tensor], Tensor]: # of the entries of W
+    "What a critical W makes stationary."
+    def value(w: Tensor) -> Tensor:
+        a = dual(kernel, X, Y, w.view(X.shape[1], -1), ridge)
+        return weight * (Y * a).sum() + weight * w.square().sum()
+    return value
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #7bc3020a
-def _critical_case(name: str, # of the kernel
-                   seed: int,
-                  ) -> tuple[KernelCase, float]: # W is critical; the gradient that is left
-    "Thirty points of a nonlinear target, at a critical W."
-    g = torch.Generator().manual_seed(seed)
-    rand = lambda *s: torch.randn(*s, generator=g, dtype=torch.float64)
-    X, lam = rand(30, 3), .01
+def _critical_case(name: str, seed: int) -> tuple[KernelCase, float]: # and the gradient left
+    "Thirty points of a nonlinear target, at a critical W of the named kernel."
+    rand, lam = _normals(seed), .01
+    X = rand(30, 3)
     Y = torch.stack([2 * torch.sin(2 * X[:, 0]), X[:, 0] * X[:, 1]], 1)
-
-    def objective(w: Tensor) -> Tensor:
-        a = dual(PLAIN[name], X, Y, w.view(3, 3), 30 * lam)
-        return lam / 2 * (Y * a).sum() + lam / 2 * w.square().sum()
-
     start = .7 * torch.eye(3, dtype=X.dtype) + .1 * rand(3, 3)
-    found = critical_point(objective, start.flatten())
+    found = critical_point(_objective(PLAIN[name], X, Y, 30 * lam, lam / 2), start.flatten())
     return KernelCase(name, X, Y, found.theta.view(3, 3), lam), found.grad_norm
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #837e3033
+def _moved(part: str, M: Tensor, S: Tensor) -> dict[str, float]: # S: the core of FACT at M
+    "How far each of the two updates moves M."
+    return {f"{part}, plain": rel_err(M, fact_update(M, S, False)),
+            f"{part}, geometric": rel_err(M, fact_update(M, S, True))}
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #46840672
 def fixed_unit(cfg: Config, unit: dict[str, Any]) -> Output:
     "FACT against M at a critical W, and how far one update moves M."
     case, gradient = _critical_case(unit["kernel"], unit["seed"])
     a = case.alpha(case.ridge)
-    S = library_core(fact_core, case, a)
-    return _checks({"fixed, FACT = M": rel_err(case.M, case.fact(a)),
-                    "fixed, ‖M‖": float(case.M.norm()),
-                    "fixed, gradient": gradient,
-                    "fixed, plain": rel_err(case.M, fact_update(case.M, S, False)),
-                    "fixed, geometric": rel_err(case.M, fact_update(case.M, S, True))})
+    at = {"fixed, FACT = M": rel_err(case.M, case.fact(a)), "fixed, ‖M‖": float(case.M.norm()),
+          "fixed, gradient": gradient}
+    return _checks(at | _moved("fixed", case.M, library_core(fact_core, case, a)))
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #4e37bfd3
 def _at_minus(lam: float) -> tuple[Tensor, Tensor]: # FACT at M = I; the objective's gradient there
@@ -380,31 +438,21 @@ def _at_minus(lam: float) -> tuple[Tensor, Tensor]: # FACT at M = I; the objecti
     at = lambda y: fact_definition(k, X, y, I, dual(k, X, y, I, 4 * lam), lam)
     one = torch.ones(4, 1, dtype=X.dtype)
     y = one / at(one)[0, 0].abs().sqrt()
-
-    def J(w: Tensor) -> Tensor:
-        a = dual(k, X, y, w.view(2, 2), 4 * lam)
-        return .5 * (y * a).sum() + .5 * w.square().sum()
-
-    return at(y), torch.func.grad(J)(I.flatten())
+    return at(y), torch.func.grad(_objective(k, X, y, 4 * lam, .5))(I.flatten())
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #8de71026
 def converse_unit(cfg: Config, unit: dict[str, Any]) -> Output:
     "A fixed point of both updates at which FACT = −M."
     I = torch.eye(2, dtype=torch.float64)
     FA, slope = _at_minus(cfg.lam)
-    return _checks({"converse, FACT = −M": rel_err(-I, FA),
-                    "converse, plain": rel_err(I, fact_update(I, FA, False)),
-                    "converse, geometric": rel_err(I, fact_update(I, FA, True)),
-                    "converse, positive part": float(fact_update(I, FA, True, "clip").norm()),
+    is_minus = {"converse, FACT = −M": rel_err(-I, FA)}
+    not_critical = {"converse, positive part": float(fact_update(I, FA, True, "clip").norm()),
                     "converse, signed defect": rel_err(I, FA),
-                    "converse, gradient": float(slope.norm() / I.norm())})
+                    "converse, gradient": float(slope.norm() / I.norm())}
+    return _checks(is_minus | _moved("converse", I, FA) | not_critical)
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #f544143c
-def _logistic_alpha(K: Tensor, # n × n
-                    labels: Tensor, # n
-                    classes: int,
-                    lam: float,
-                   ) -> Tensor: # n × classes
+def _logistic_alpha(K: Tensor, labels: Tensor, classes: int, lam: float) -> Tensor: # n × classes
     "The minimiser of the cross-entropy with λ/2 of the function's squared norm."
     def objective(flat: Tensor) -> Tensor:
         a = flat.view(len(K), -1)
@@ -444,67 +492,90 @@ def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     with one_thread():
         return PARTS[unit["part"]](cfg, unit)
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #daa40ee5
+def _rows_of(r: Result, checks: tuple[str, ...]) -> pd.DataFrame: # empty when one is missing
+    "The rows of the named checks."
+    d = r.df[r.df.check.isin(checks)]
+    return d if set(checks) == set(d.check) else d[:0]
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #19860e5f
 def worst_check(r: Result, checks: tuple[str, ...]) -> float:
     "The largest value of the named checks; nan when one is missing."
-    d = r.df[r.df.check.isin(checks)]
-    return float(d.value.max()) if set(checks) == set(d.check) else float("nan")
+    return float(_rows_of(r, checks).value.max())
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #6b3d124c
-def within(id: str, # of a claim, for its bound
-           checks: tuple[str, ...],
-           kernels: int = 1, # that must have been tried
-          ) -> Callable[[Result], Judgement | None]:
+def within(
+    id: str, # of a claim, for its bound
+    checks: tuple[str, ...],
+    kernels: int = 1, # that must have been tried
+) -> Callable[[Result], Judgement | None]:
     "A judge: the worst of the checks is within the claim's bound."
     def decide(r: Result) -> Judgement | None:
-        d = r.df[r.df.check.isin(checks)]
-        if d.kernel.nunique() < kernels or set(checks) != set(d.check): return None
-        worst = worst_check(r, checks)
-        ours = (f"≤ {worst:.0e} over {d.kernel.nunique() or 1} kernels, "
-                f"{d.seed.nunique()} problems")
+        d = _rows_of(r, checks)
+        if d.empty or d.kernel.nunique() < kernels: return None
+        worst, tried = float(d.value.max()), d.kernel.nunique() or 1
+        ours = f"≤ {worst:.0e} over {tried} kernels, {d.seed.nunique()} problems"
         return judge(worst <= threshold(id, "error"), ours)
     return decide
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #d7c84b4e
+def _lemma_in_words(right: float, printed: float, n: int) -> str:
+    "The errors of the two readings, and what the wrong one should be."
+    return f"{right:.0e} with K + nλI; {printed:.3f} as printed (1 − 1/n = {1 - 1 / n:.3f})"
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #1323eae5
 def judge_representer(r: Result) -> Judgement:
     "With K + nλI it holds, with K + λI it does not."
-    ok = worst_check(r, ("representer",))
+    right = worst_check(r, ("representer",))
     printed = r.df[r.df.check == "representer as printed"].value.min()
-    ours = (f"{ok:.0e} with K + nλI; {printed:.3f} as printed "
-            f"(1 − 1/n = {1 - 1 / r.config['n']:.3f})")
-    exact = ok <= threshold("lemma-representer", "error")
-    return judge(exact and printed > .1, ours, change="α = (K + nλI)⁻¹y, not (K + λI)⁻¹y")
+    exact = right <= threshold("lemma-representer", "error")
+    return judge(exact and printed > .1, _lemma_in_words(right, printed, r.config["n"]),
+                 change="α = (K + nλI)⁻¹y, not (K + λI)⁻¹y")
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #c4196880
 def lowest_by_kernel(r: Result) -> pd.Series:
     "The smallest eigenvalue of FACT·M over all problems."
     return r.df[r.df.check == "smallest eigenvalue"].groupby("kernel").value.min()
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #a2a8d422
+def _psd_in_words(low: pd.Series) -> str: # by kernel
+    "The smallest eigenvalues of the three groups of kernels."
+    good, radial = low[list(INNER)].min(), low[["laplace", "gaussian"]].max()
+    return (f"smallest eigenvalue ≥ {good:.0e}‖·‖ for exp, t², (t+1)³; {low['tanh']:.3f} for tanh; "
+            f"{radial:.3f} for radial kernels")
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #9b7b443f
 def judge_psd(r: Result) -> Judgement:
     "P.s.d. where k' has a p.s.d. Gram matrix, and not for every increasing k."
     low = lowest_by_kernel(r)
-    good, bad, radial = low[list(INNER)].min(), low["tanh"], low[["laplace", "gaussian"]].max()
-    ours = (f"smallest eigenvalue ≥ {good:.0e}‖·‖ for exp, t², (t+1)³; {bad:.3f} for tanh; "
-            f"{radial:.3f} for radial kernels")
-    return judge(bool(good > threshold("prop-psd", "low") and bad < -.01), ours,
+    passes = low[list(INNER)].min() > threshold("prop-psd", "low")
+    return judge(bool(passes and low["tanh"] < -.01), _psd_in_words(low),
                  note="t² is not monotone and exp increases; tanh increases and fails",
                  change="the condition is that k' has a p.s.d. Gram matrix "
                         "(a non-negative power series is enough), not monotonicity")
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #850ecb32
+def _converse(r: Result) -> dict[str, float]: # by check, and `moved`
+    "What was found at the fixed point with FACT = −M."
+    d = r.df[r.df.part == "converse"]
+    v = dict(zip(d.check.str.removeprefix("converse, "), d.value))
+    return v | dict(moved=max(v["plain"], v["geometric"]))
+
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #94c53d83
+def _one_direction(v: dict[str, float]) -> str: # of `_converse`
+    "What remains of the statement."
+    return ("one direction only: FACT = M is a fixed point (rfm-fact-update-fixed); for "
+            "invertible M the converse holds with the positive part of FACT·M in the place "
+            f"of its absolute value (defect {v['positive part']:.0e})")
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #ec25a9fc
 def judge_converse(r: Result) -> Judgement:
     "Does every fixed point satisfy FACT = M? FACT = −M at one refutes it."
-    v = r.df[r.df.part == "converse"].set_index("check").value
-    moved = max(v["converse, plain"], v["converse, geometric"])
-    still = threshold("rfm-fixed-converse", "moved")
-    refuted = v["converse, FACT = −M"] < still and moved < still
-    ours = (f"FACT = −M is a fixed point of both updates (moved by {moved:.0e}; signed defect "
-            f"{v['converse, signed defect']:.0f}, gradient {v['converse, gradient']:.0f}‖W‖)")
-    return judge(not refuted, ours,
-                 "one direction only: FACT = M is a fixed point (rfm-fact-update-fixed); for "
-                 "invertible M the converse holds with the positive part of FACT·M in the place "
-                 f"of its absolute value (defect {v['converse, positive part']:.0e})")
+    v, still = _converse(r), threshold("rfm-fixed-converse", "moved")
+    refuted = v["FACT = −M"] < still and v["moved"] < still
+    ours = (f"FACT = −M is a fixed point of both updates (moved by {v['moved']:.0e}; signed defect "
+            f"{v['signed defect']:.0f}, gradient {v['gradient']:.0f}‖W‖)")
+    return judge(not refuted, ours, _one_direction(v))
 
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #7f9a816b
 def judge_algorithm(r: Result) -> Judgement:
@@ -548,15 +619,19 @@ def errors_by_statement(r: Result) -> pd.DataFrame: # kernel, check, row on the 
     return pd.DataFrame(dict(kernel=d.kernel.fillna("laplace"), check=d.check,
                              row=d.check.map(SHOWN.index), value=d.value.clip(lower=1e-17)))
 
+# %% ../../nbs/experiments/09_kernel_theory.ipynb #b591f55b
+def _draw_statements(ax: plt.Axes, errors: pd.DataFrame) -> None: # of `errors_by_statement`
+    "The marks, those of each kernel a little below those of the one before."
+    for j, (kernel, mark) in enumerate(MARKS.items()):
+        one = errors[errors.kernel == kernel]
+        ax.plot(one.value, one.row + .12 * (j - 2), mark, ms=4, alpha=.7, label=kernel)
+
 # %% ../../nbs/experiments/09_kernel_theory.ipynb #63da669f
 def draw_errors(r: Result) -> plt.Figure:
     "Relative error of each statement, one mark a kernel and problem."
-    errors = errors_by_statement(r)
     with style():
         fig, ax = plt.subplots(figsize=(WIDTH, 4.6))
-        for j, (kernel, mark) in enumerate(MARKS.items()):
-            one = errors[errors.kernel == kernel]
-            ax.plot(one.value, one.row + .12 * (j - 2), mark, ms=4, alpha=.7, label=kernel)
+        _draw_statements(ax, errors_by_statement(r))
         ax.set(xscale="log", yticks=range(len(SHOWN)), yticklabels=SHOWN,
                xlabel="relative error", xlim=(1e-17, 10))
         ax.invert_yaxis()

@@ -63,13 +63,16 @@ class Config(Networks):
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run or judged."
         super().check()
-        require(1 <= self.layers <= self.hidden,
-                f"layers must be between 1 and hidden = {self.hidden}")
-        require(self.every >= 2 and self.columns_cifar10 >= 0,
-                "every must be at least 2, columns_cifar10 not negative")
-        some_rates = len(self.rates) >= 2 and min(self.rates) > 0
-        require(some_rates and self.exact_seeds >= 1,
-                "rates must be two or more positive numbers, exact_seeds at least 1")
+        _check(self)
+
+# %% ../../nbs/experiments/11_motion.ipynb #86a53608
+def _check(c: Config) -> None:
+    "What only this experiment has."
+    require(1 <= c.layers <= c.hidden, f"layers must be between 1 and hidden = {c.hidden}")
+    require(c.every >= 2 and c.columns_cifar10 >= 0,
+            "every must be at least 2, columns_cifar10 not negative")
+    require(len(c.rates) >= 2 and min(c.rates) > 0 and c.exact_seeds >= 1,
+            "rates must be two or more positive numbers, exact_seeds at least 1")
 
 # %% ../../nbs/experiments/11_motion.ipynb #607c33d1
 presets = dict(
@@ -84,12 +87,15 @@ class Scope(NamedTuple):
     layers: list[str] # by name
     columns: int | None = None # of N where it has more; None for all
 
+# %% ../../nbs/experiments/11_motion.ipynb #37bf3a7c
+def _linear_layers(net: nn.Module) -> list[str]: # by name, from the input on
+    return [k for k, m in net.named_modules() if isinstance(m, nn.Linear)]
+
 # %% ../../nbs/experiments/11_motion.ipynb #0fada84d
 def scope_of(cfg: Config, dataset: str, net: nn.Module) -> Scope:
     "The first layers; on CIFAR-10 some columns only."
-    linear = [k for k, m in net.named_modules() if isinstance(m, nn.Linear)]
     few = dataset == "cifar10" and cfg.columns_cifar10 > 0
-    return Scope(linear[:cfg.layers], cfg.columns_cifar10 if few else None)
+    return Scope(_linear_layers(net)[:cfg.layers], cfg.columns_cifar10 if few else None)
 
 # %% ../../nbs/experiments/11_motion.ipynb #72e911c9
 @dataclass(frozen=True)
@@ -115,10 +121,8 @@ KINDS = dict(average=Averaging(each_step=True), cheap=Averaging(midpoint=True),
              skip=Averaging(between="skip"))
 
 # %% ../../nbs/experiments/11_motion.ipynb #077b8de2
-def track_pearson(N: Tensor, # as it is now
-                  t: Track,
-                 ) -> tuple[float, float]: # the second is nan before the first step
-    "Correlation of an average with N, and of their changes since the start."
+def track_pearson(N: Tensor, t: Track) -> tuple[float, float]: # N: as it is now
+    "Correlation of an average with N, and of the changes since the start (nan before a step)."
     A = t.ema
     return pearson(N, A), pearson(N - t.start, A - t.start)
 
@@ -131,37 +135,39 @@ class LayerSide(NamedTuple):
     tracks: dict[str, Track] # kind of average → where it stands
 
 # %% ../../nbs/experiments/11_motion.ipynb #9e7e2f35
-def layer_sides(motions: Mapping[str, Motion], # by kind
-                layer: str,
-                W: Tensor,
-                G: Tensor,
-               ) -> Iterator[LayerSide]:
+def layer_sides(
+    motions: Mapping[str, Motion], # by kind
+    layer: str,
+    W: Tensor,
+    G: Tensor,
+) -> Iterator[LayerSide]:
     "Both sides of a layer."
     yield LayerSide("forward", W, G, {q: m.forward[layer] for q, m in motions.items()})
     yield LayerSide("backward", W.T, G.T, {q: m.backward[layer] for q, m in motions.items()})
 
+# %% ../../nbs/experiments/11_motion.ipynb #a49b4472
+def _fact_of(s: LayerSide, lam: float) -> Tensor: # like N
+    "FACT of one side, from the gradient on all data."
+    columns = s.tracks["average"].columns
+    G = s.G if columns is None else s.G[:, columns]
+    return s.W.T @ G / -lam
+
 # %% ../../nbs/experiments/11_motion.ipynb #89a4884a
-def side_row(s: LayerSide,
-             lam: float, # weight decay λ
-            ) -> dict[str, float]:
+def side_row(s: LayerSide, lam: float) -> dict[str, float]: # lam: weight decay
     "Everything that is compared with N on one side of a layer."
     t = s.tracks["average"]
     N = t.of(s.W)
-    G = s.G if t.columns is None else s.G[:, t.columns]
-    fact = s.W.T @ G / -lam
-    row = dict(FACT=pearson(N, fact), start=pearson(N, t.start), moved=rel_err(N, t.start),
-               r_average=rel_err(N, t.ema), r_cheap=rel_err(N, s.tracks["cheap"].ema))
+    row = dict(FACT=pearson(N, _fact_of(s, lam)), start=pearson(N, t.start),
+               moved=rel_err(N, t.start), r_average=rel_err(N, t.ema),
+               r_cheap=rel_err(N, s.tracks["cheap"].ema))
     for q, track in s.tracks.items():
         row[q], row[f"d_{q}"] = track_pearson(N, track)
-    return {k: float(f"{v:.4g}") for k, v in row.items()} # four digits: the files stay small
+    return {k: float(f"{v:.4g}") for k, v in row.items()}
 
 # %% ../../nbs/experiments/11_motion.ipynb #621c6a08
 class Look(RowsByEpoch):
     "Compares everything after every epoch."
-    def __init__(self,
-                 cfg: Config,
-                 data: Flat,
-                 motions: Mapping[str, Motion]): # by kind, all on the same run
+    def __init__(self, cfg: Config, data: Flat, motions: Mapping[str, Motion]): # by kind, one run
         super().__init__()
         self.cfg = cfg
         self.data = data
@@ -169,8 +175,8 @@ class Look(RowsByEpoch):
 
     def rows_at(self, net: nn.Module, epoch: int) -> list[dict[str, Any]]:
         matrices = self.motions["average"].matrices
-        batches = Batches(self.data.X, self.data.Y, 1000)
         weights = [x.param for x in matrices.values()]
+        batches = Batches(self.data.X, self.data.Y, 1000)
         loss, grads = full_gradient(net, weights, F.mse_loss, batches)
         common, rows = dict(loss=float(f"{loss:.4g}")), []
         for i, ((k, x), G) in enumerate(zip(matrices.items(), grads), 1):
@@ -180,11 +186,12 @@ class Look(RowsByEpoch):
         return rows
 
 # %% ../../nbs/experiments/11_motion.ipynb #ccc39589
-def seconds(net: nn.Module, # a copy of it is trained
-            data: Flat,
-            r: Recipe,
-            start: Callable[[nn.Module], Motion] | None = None, # what is followed meanwhile
-           ) -> float:
+def seconds(
+    net: nn.Module, # a copy of it is trained
+    data: Flat,
+    r: Recipe,
+    start: Callable[[nn.Module], Motion] | None = None, # what is followed meanwhile
+) -> float:
     "Processor time from the first step of a short training to its last."
     net = copy.deepcopy(net)
     clock = time.process_time if data.X.device.type == "cpu" else time.perf_counter
@@ -194,20 +201,38 @@ def seconds(net: nn.Module, # a copy of it is trained
     train(net, F.mse_loss, data.X, data.Y, r, callbacks=callbacks, progress=False)
     return times[-1] - times[0]
 
+# %% ../../nbs/experiments/11_motion.ipynb #94621668
+def _starts(every: int, scope: Scope) -> dict[str, Callable[[nn.Module], Motion]]:
+    "What is followed meanwhile: each kind of average, forward only and on both sides."
+    on = lambda kind, both: partial(kind.on, every=every, scope=scope, backward=both)
+    return {f"{q}, {side}": on(kind, side == "both")
+            for side in ("forward", "both") for q, kind in KINDS.items()}
+
+# %% ../../nbs/experiments/11_motion.ipynb #d7c83872
+def _fastest(timed: Mapping[str, Callable[[], float]]) -> dict[str, float]: # by name, in seconds
+    "Each in turn, five times over; the fastest counts."
+    best = dict.fromkeys(timed, float("inf"))
+    for _ in range(5):
+        for k, seconds_of in timed.items():
+            best[k] = min(best[k], seconds_of())
+    return best
+
 # %% ../../nbs/experiments/11_motion.ipynb #f0eec4fe
 def costs(cfg: Config, net: nn.Module, data: Flat, scope: Scope) -> list[dict[str, Any]]:
     "What the averages cost as a share of training, forward only and for both sides."
     r = with_(recipe(cfg, 0, cfg.schedule), epochs=1, residual_every=0)
-    on = lambda kind, both: partial(kind.on, every=cfg.every, scope=scope, backward=both)
-    starts = {f"{q}, {side}": on(kind, side == "both")
-              for side in ("forward", "both") for q, kind in KINDS.items()}
-    alone, best = float("inf"), dict.fromkeys(starts, float("inf"))
-    for _ in range(5):
-        alone = min(alone, seconds(net, data, r))
-        for k, start in starts.items():
-            best[k] = min(best[k], seconds(net, data, r, start))
+    times = partial(seconds, net, data, r)
+    best = _fastest({"alone": times} | {k: partial(times, start)
+                                        for k, start in _starts(cfg.every, scope).items()})
+    alone = best.pop("alone")
     return [dict(kind="cost", quantity=k, share=round(t / alone - 1, 4), seconds=round(alone, 4))
             for k, t in best.items()]
+
+# %% ../../nbs/experiments/11_motion.ipynb #c6653451
+def _watched(cfg: Config, net: nn.Module, data: Flat, scope: Scope) -> tuple[list[Motion], Look]:
+    "The three averages on a network, and the look at them."
+    motions = {q: kind.on(net, cfg.every, scope) for q, kind in KINDS.items()}
+    return list(motions.values()), Look(cfg, data, motions)
 
 # %% ../../nbs/experiments/11_motion.ipynb #a1078bbc
 def run_network(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
@@ -217,23 +242,30 @@ def run_network(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     net = network(cfg, unit["dataset"], d, c, unit["seed"]).to(ctx.device)
     scope = scope_of(cfg, unit["dataset"], net)
     paid = costs(cfg, net, data, scope)
-    motions = {q: kind.on(net, cfg.every, scope) for q, kind in KINDS.items()}
-    look = Look(cfg, data, motions)
-    s = train_on(net, data, recipe(cfg, unit["seed"], cfg.schedule), ctx, [*motions.values(), look])
+    motions, look = _watched(cfg, net, data, scope)
+    s = train_on(net, data, recipe(cfg, unit["seed"], cfg.schedule), ctx, [*motions, look])
     final = dict(kind="network", steps=s.step, accuracy=s.final["accuracy"],
                  residual=s.final["residual"], collapse=s.final["collapse"], columns=scope.columns)
     return Output([final, *paid, *(dict(kind="look") | r for r in look.rows)])
 
 # %% ../../nbs/experiments/11_motion.ipynb #77e478fd
-def step_error(A: Tensor, # W or Wᵀ before the step
-               after: Tensor,
-               u: Tensor, # what was subtracted over lr
-               lr: float,
-              ) -> float:
+def step_error(
+    A: Tensor, # W or Wᵀ before the step
+    after: Tensor,
+    u: Tensor, # what was subtracted over lr
+    lr: float,
+) -> float:
     "Relative error of the identity at one step."
     t = new_track(A, exact=True)
     add_step(t, A, u, lr)
     return rel_err(t.of(after), t.exact)
+
+# %% ../../nbs/experiments/11_motion.ipynb #dc8de6a6
+def _side_errors(motion: Motion, layer: str, old: Tensor, u: Tensor, lr: float) -> list[float]:
+    "The error of one step on each side of a layer; `old` and `u` as in `step_error`."
+    x = motion.matrices[layer]
+    return [step_error(turn(old), turn(x.of(x.param)), turn(u), lr)
+            for _, turn in sides(motion, layer)]
 
 # %% ../../nbs/experiments/11_motion.ipynb #144f4fc6
 class Steps:
@@ -258,11 +290,9 @@ class Steps:
         for k, x in self.motion.matrices.items():
             if x.param.grad is None: continue # no step was taken
             v = x.of(opt.state[x.param]["momentum_buffer"])
-            old, new = self.old[k], x.of(x.param)
-            u = step_direction(old, x.of(x.param.grad), v, group)
-            for _, turn in sides(self.motion, k):
-                error = step_error(turn(old), turn(new), turn(u), group["lr"])
-                self.worst = max(self.worst, error)
+            u = step_direction(self.old[k], x.of(x.param.grad), v, group)
+            errors = _side_errors(self.motion, k, self.old[k], u, group["lr"])
+            self.worst = max(self.worst, *errors)
 
 # %% ../../nbs/experiments/11_motion.ipynb #07c643b5
 def digits_net(seed: int) -> tuple[nn.Sequential, Tensor, Tensor]: # network, inputs, targets
@@ -270,25 +300,34 @@ def digits_net(seed: int) -> tuple[nn.Sequential, Tensor, Tensor]: # network, in
     data = images("digits", 300)
     with seeded(seed): return mlp(64, 10, 32, hidden=2).double(), data.X.double(), data.Y.double()
 
+# %% ../../nbs/experiments/11_motion.ipynb #42f1c30a
+def _exact_recipe(cfg: Config, seed: int) -> Recipe:
+    "As the other networks are trained, with more decay, for a network that is small."
+    return Recipe(epochs=cfg.exact_epochs, lr=.1, momentum=cfg.momentum, weight_decay=1e-3,
+                  batch_size=cfg.batch, seed=seed)
+
 # %% ../../nbs/experiments/11_motion.ipynb #747d0c1f
 def run_exact(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "The identity, step by step and summed over a whole training."
     net, X, Y = digits_net(unit["seed"])
     motion = Motion(net, exact=True)
     steps = Steps(motion)
-    r = Recipe(epochs=cfg.exact_epochs, lr=.1, momentum=cfg.momentum, weight_decay=1e-3,
-               batch_size=cfg.batch, seed=unit["seed"])
-    train(net, F.mse_loss, X, Y, r, callbacks=[motion, steps], progress=ctx.progress)
+    train(net, F.mse_loss, X, Y, _exact_recipe(cfg, unit["seed"]), callbacks=[motion, steps],
+          progress=ctx.progress)
     common = dict(kind="exact", steps=motion.count, step=steps.worst)
     return Output([common | row for row in motion.table().to_dict("records")])
+
+# %% ../../nbs/experiments/11_motion.ipynb #b549ec89
+def _flow_recipe(time: float, rate: float, n: int) -> Recipe:
+    "Gradient descent on all n points at once, up to a time."
+    return Recipe(epochs=round(time / rate), lr=rate, momentum=0., weight_decay=1e-2,
+                  batch_size=n, schedule="constant")
 
 # %% ../../nbs/experiments/11_motion.ipynb #4021250f
 def run_flow(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "The average against N at a fixed time of the flow."
     net, X, Y = digits_net(0)
-    motion, eta = Motion(net), unit["rate"]
-    r = Recipe(epochs=round(cfg.flow_time / eta), lr=eta, momentum=0., weight_decay=1e-2,
-               batch_size=len(X), schedule="constant")
+    motion, r = Motion(net), _flow_recipe(cfg.flow_time, unit["rate"], len(X))
     train(net, F.mse_loss, X, Y, r, callbacks=[motion], progress=ctx.progress)
     return Output([dict(kind="flow") | row for row in motion.table().to_dict("records")])
 
@@ -307,10 +346,11 @@ def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     return parts[unit["part"]](cfg, unit, ctx)
 
 # %% ../../nbs/experiments/11_motion.ipynb #d4aca4a0
-def look_table(r: Result,
-               first: int = 1, # epoch
-               side: str = "forward", # or backward
-              ) -> pd.DataFrame:
+def look_table(
+    r: Result,
+    first: int = 1, # epoch
+    side: str = "forward", # or backward
+) -> pd.DataFrame:
     "The looks from an epoch on, on one side."
     d = r.df[r.df.kind == "look"]
     return d[(d.epoch >= first) & (d.side == side)]
@@ -321,30 +361,39 @@ class Least(NamedTuple):
     value: float # over data sets, seeds, layers and epochs
     ours: str # by data set, in words
 
+# %% ../../nbs/experiments/11_motion.ipynb #9a94cb79
+def _where_least(d: pd.DataFrame, column: str) -> str: # d: of `look_table`
+    "The least value on each data set, and at which epoch and layer."
+    at = d.loc[d.groupby("dataset", sort=False)[column].idxmin()]
+    return "; ".join(f"{TITLES[w.dataset]} ≥ {w[column]:.3f} "
+                     f"(epoch {w.epoch:.0f}, layer {w.layer:.0f})" for _, w in at.iterrows())
+
 # %% ../../nbs/experiments/11_motion.ipynb #0b0d721d
-def least(r: Result,
-          column: str, # average, d_average, cheap …
-         ) -> Least:
+def least(r: Result, column: str) -> Least: # average, d_average, cheap …
     "The least value from the first epoch on."
     forward, backward = look_table(r), look_table(r, side="backward")
-    at = forward.loc[forward.groupby("dataset", sort=False)[column].idxmin()]
-    words = [f"{TITLES[w.dataset]} ≥ {w[column]:.3f} (epoch {w.epoch:.0f}, layer {w.layer:.0f})"
-             for _, w in at.iterrows()]
-    ours = "; ".join(words) + f"; backward ≥ {backward[column].min():.3f}"
-    return Least(min(forward[column].min(), backward[column].min()), ours)
+    lowest = backward[column].min()
+    ours = f"{_where_least(forward, column)}; backward ≥ {lowest:.3f}"
+    return Least(min(forward[column].min(), lowest), ours)
+
+# %% ../../nbs/experiments/11_motion.ipynb #f88978d8
+def _beside(midpoint: Least, every: int) -> str:
+    "What the midpoint form reads, and why that proves less."
+    return (f"the midpoint form, {every} steps at a time, an identity up to the "
+            f"decay, reads {midpoint.ours}")
 
 # %% ../../nbs/experiments/11_motion.ipynb #6e80081f
-def judge_average(r: Result,
-                  id: str, # of the claim
-                  prefix: str, # "" for N, "d_" for its change
-                  note: str = "",
-                 ) -> Judgement:
+def judge_average(
+    r: Result,
+    id: str, # of the claim
+    prefix: str, # "" for N, "d_" for its change
+    note: str = "",
+) -> Judgement:
     "The plain average against the claim's bound; the midpoint form stands beside it."
     plain, midpoint = least(r, f"{prefix}average"), least(r, f"{prefix}cheap")
-    beside = (f"the midpoint form, {r.config['every']} steps at a time, an identity up to the "
-              f"decay, reads {midpoint.ours}")
+    notes = (_beside(midpoint, r.config["every"]), note)
     return judge(plain.value >= threshold(id, "pearson"), plain.ours,
-                 "; ".join(t for t in (beside, note) if t))
+                 "; ".join(t for t in notes if t))
 
 # %% ../../nbs/experiments/11_motion.ipynb #8003255b
 def judge_tracks(r: Result) -> Judgement:
@@ -364,11 +413,16 @@ class FactRead(NamedTuple):
     early: pd.Series # median over the first tenth
     end: pd.Series
 
+# %% ../../nbs/experiments/11_motion.ipynb #77bf189f
+def _mean_fact(r: Result) -> pd.DataFrame: # dataset, layer, epoch, FACT
+    "FACT at every look from the start on, the mean of seeds."
+    place = ["dataset", "layer", "epoch"]
+    return look_table(r, first=0).groupby(place, sort=False).FACT.mean().reset_index()
+
 # %% ../../nbs/experiments/11_motion.ipynb #7d90147e
 def fact_read(r: Result) -> FactRead:
     "FACT at the start, early, and at the end."
-    place = ["dataset", "layer"]
-    m = look_table(r, first=0).groupby([*place, "epoch"], sort=False).FACT.mean().reset_index()
+    m, place = _mean_fact(r), ["dataset", "layer"]
     last = m.epoch.max()
     at = lambda epoch: m[m.epoch == epoch].set_index(place).FACT
     early = m[m.epoch <= .1 * last].groupby(place, sort=False).FACT.median()
@@ -380,9 +434,7 @@ def by_dataset(s: pd.Series) -> str: # index (dataset, layer)
     return "; ".join(f"{TITLES[k]} {listed(g)}" for k, g in s.groupby("dataset", sort=False))
 
 # %% ../../nbs/experiments/11_motion.ipynb #mo000001
-def _early(r: Result,
-           early: pd.Series, # of `fact_read`
-          ) -> tuple[Estimate, ...]:
+def _early(r: Result, early: pd.Series) -> tuple[Estimate, ...]: # of `fact_read`
     "The largest early median, over seeds."
     dataset, layer = early.idxmax()
     d = look_table(r, first=0)
@@ -390,15 +442,20 @@ def _early(r: Result,
     name = f"{TITLES[dataset]}, layer {layer:.0f}: median over the first tenth"
     return (mean_estimate(name, d.groupby("seed").FACT.median()),)
 
+# %% ../../nbs/experiments/11_motion.ipynb #fc4947ba
+def _is_low(read: FactRead) -> bool:
+    "Is FACT small over the first tenth, and zero at the first look?"
+    half, first = (threshold("motion-fact-low", k) for k in ("median", "first"))
+    return bool((read.early < half).all() and (read.start <= first).all())
+
 # %% ../../nbs/experiments/11_motion.ipynb #6e0119ef
 def judge_low(r: Result) -> Judgement:
     "Is FACT low early in training?"
-    start, early, end = fact_read(r)
-    half, first = (threshold("motion-fact-low", k) for k in ("median", "first"))
-    is_low = (early < half).all() and (start <= first).all()
-    ours = (f"median over the first tenth by layer: {by_dataset(early)}; "
-            f"at the first look: {by_dataset(start)}")
-    return judge(bool(is_low), ours, f"at the end: {by_dataset(end)}", estimates=_early(r, early))
+    read = fact_read(r)
+    ours = (f"median over the first tenth by layer: {by_dataset(read.early)}; "
+            f"at the first look: {by_dataset(read.start)}")
+    return judge(_is_low(read), ours, f"at the end: {by_dataset(read.end)}",
+                 estimates=_early(r, read.early))
 
 # %% ../../nbs/experiments/11_motion.ipynb #cff14691
 def cost_table(r: Result) -> pd.DataFrame: # a row per kind and side, a column per data set
@@ -413,12 +470,15 @@ def cost_ratio(r: Result) -> pd.Series: # by data set
     shares = cost_table(r)
     return shares.loc["cheap, forward"] / shares.loc["average, forward"]
 
+# %% ../../nbs/experiments/11_motion.ipynb #eedf7019
+def _shares_in_words(shares: pd.Series) -> str: # by data set
+    return ", ".join(f"{TITLES[k]} {100 * share:.0f} %" for k, share in shares.items())
+
 # %% ../../nbs/experiments/11_motion.ipynb #97f19228
 def cost_note(r: Result) -> str:
     "The costs of the forward side, in words."
     shares, ratio = cost_table(r), cost_ratio(r)
-    say = lambda kind: ", ".join(f"{TITLES[k]} {100 * share:.0f} %"
-                                 for k, share in shares.loc[f"{kind}, forward"].items())
+    say = lambda kind: _shares_in_words(shares.loc[f"{kind}, forward"])
     return (f"cost as a share of training, forward, every step: {say('average')}; "
             f"every {r.config['every']}th: {say('cheap')}, "
             f"which is {ratio.min():.2f} to {ratio.max():.2f} of the former")
@@ -442,18 +502,26 @@ def power_of(errors: pd.Series) -> float: # by rate
     "s of error ∝ rateˢ."
     return float(np.polyfit(np.log(errors.index), np.log(errors), 1)[0])
 
+# %% ../../nbs/experiments/11_motion.ipynb #dbdc422f
+def _is_exact(e: pd.DataFrame) -> bool: # rows of the small networks
+    "Does the identity hold to rounding, at one step and summed, on both sides?"
+    one, many = (threshold("motion-exact", k) for k in ("step", "total"))
+    both_sides = set(e.side) == {"forward", "backward"}
+    return bool(both_sides and e.step.max() <= one and e.r_exact.max() <= many)
+
+# %% ../../nbs/experiments/11_motion.ipynb #f4624ec1
+def _exact_in_words(e: pd.DataFrame, errors: pd.Series) -> str: # errors: of `flow_errors`
+    "The errors of the identity and of the flow."
+    return (f"one step {e.step.max():.0e}, sum of {e.steps.max():.0f} steps "
+            f"{e.r_exact.max():.0e}, forward and backward; the flow's average is off by "
+            f"η^{power_of(errors):.2f} ({errors.iloc[0]:.1e} at η = {errors.index[0]:g})")
+
 # %% ../../nbs/experiments/11_motion.ipynb #1f599025
 def judge_exact(r: Result) -> Judgement:
     "The identity in float64, and the flow's error against the rate."
     e, errors = r.df[r.df.kind == "exact"], flow_errors(r)
-    step, total, power = e.step.max(), e.r_exact.max(), power_of(errors)
-    both_sides = set(e.side) == {"forward", "backward"}
-    one, many = (threshold("motion-exact", k) for k in ("step", "total"))
-    exact = step <= one and total <= many
-    ours = (f"one step {step:.0e}, sum of {e.steps.max():.0f} steps {total:.0e}, "
-            f"forward and backward; the flow's average is off by η^{power:.2f} "
-            f"({errors.iloc[0]:.1e} at η = {errors.index[0]:g})")
-    return judge(bool(both_sides and exact and .8 <= power <= 1.2), ours)
+    first_order = .8 <= power_of(errors) <= 1.2
+    return judge(_is_exact(e) and first_order, _exact_in_words(e, errors))
 
 # %% ../../nbs/experiments/11_motion.ipynb #82b3a22f
 _ASKED = {"motion-tracks": judge_tracks, "motion-change": judge_change,
@@ -463,13 +531,10 @@ judges = {"motion-exact": resting_on(judge_exact, part=("exact", "flow"))}
 judges |= {id: resting_on(decide, part=("network",)) for id, decide in _ASKED.items()}
 
 # %% ../../nbs/experiments/11_motion.ipynb #954a462e
-def worst_seed(r: Result,
-               first: int, # epoch
-              ) -> pd.DataFrame: # index: dataset, layer, epoch; the columns of a look
-    "The smallest value over seeds, forward."
-    d = look_table(r, first)
+def worst_seed(r: Result, first: int) -> pd.DataFrame: # index: dataset, layer, epoch
+    "The smallest value over seeds from an epoch on, forward."
     columns = ["start", "FACT", *KINDS, *(f"d_{q}" for q in KINDS)]
-    return d.groupby(["dataset", "layer", "epoch"])[columns].min()
+    return look_table(r, first).groupby(["dataset", "layer", "epoch"])[columns].min()
 
 # %% ../../nbs/experiments/11_motion.ipynb #d82c10e9
 class MotionLine(NamedTuple):
@@ -484,11 +549,12 @@ LINES = dict(average=MotionLine("moving average", "NFM"),
              FACT=MotionLine("FACT", "FACT"))
 
 # %% ../../nbs/experiments/11_motion.ipynb #aac1d6ff
-def draw_motion(ax: plt.Axes,
-                d: pd.DataFrame, # index: epoch
-                columns: tuple[str, ...],
-                every: int, # steps between two products
-               ) -> None:
+def draw_motion(
+    ax: plt.Axes,
+    d: pd.DataFrame, # index: epoch
+    columns: tuple[str, ...],
+    every: int, # steps between two products
+) -> None:
     "The lines of one panel. A change is drawn like what changes."
     for c in columns:
         line = LINES[c.removeprefix("d_")]
@@ -496,16 +562,24 @@ def draw_motion(ax: plt.Axes,
                 **look(line.look) | dict(markersize=4, linewidth=1.3))
     ax.tick_params(labelsize=8)
 
+# %% ../../nbs/experiments/11_motion.ipynb #6f485e5b
+def _label_edges(axes: np.ndarray, ylabel: str) -> None: # of panels with common axes
+    "Names of the axes, at the lowest and at the leftmost panels."
+    for ax in axes[-1]:
+        ax.set(xlabel="epoch")
+    for ax in axes[:, 0]:
+        ax.set_ylabel(ylabel, fontsize=8)
+
 # %% ../../nbs/experiments/11_motion.ipynb #0d027c22
-def draw_grid(r: Result,
-              columns: tuple[str, ...], # of the looks
-              ylabel: str,
-              null: bool = False, # with N(0), from the epoch 0 on
-             ) -> plt.Figure:
+def draw_grid(
+    r: Result,
+    columns: tuple[str, ...], # of the looks
+    ylabel: str,
+    null: bool = False, # with N(0), from the epoch 0 on
+) -> plt.Figure:
     "Correlation against epoch: a row per data set, a column per layer."
     table = worst_seed(r, first=0 if null else 1)
-    sets = shown(table.reset_index())
-    layers = sorted(set(table.index.get_level_values("layer")))
+    sets, layers = shown(table.reset_index()), sorted(table.index.unique("layer"))
     with style():
         fig, axes = plt.subplots(len(sets), len(layers), figsize=(WIDTH, .8 + 2.1 * len(sets)),
                                  sharex=True, sharey=True, squeeze=False)
@@ -515,10 +589,7 @@ def draw_grid(r: Result,
                 ax.plot(d.start, color="grey", lw=1, label="$N(0)$")
             draw_motion(ax, d, columns, r.config["every"])
             ax.set(title=f"{TITLES[sets[i]]}, layer {layers[j]:.0f}")
-        for ax in axes[-1]:
-            ax.set(xlabel="epoch")
-        for ax in axes[:, 0]:
-            ax.set_ylabel(ylabel, fontsize=8)
+        _label_edges(axes, ylabel)
         legend_below(fig)
     return fig
 
@@ -555,14 +626,18 @@ figures = dict(tracks=TRACKS_FIGURE, change=CHANGE_FIGURE)
 # %% ../../nbs/experiments/11_motion.ipynb #e495bdec
 ON_HOST = "a network of 32 units in float64: a device would only wait for the next step"
 
+def _small_work(cfg: Config, unit: dict[str, Any]) -> Work:
+    "The identity's networks, or a flow."
+    exact = unit["part"] == "exact"
+    steps = 6_000. * cfg.exact_epochs if exact else 1_500 * cfg.flow_time / unit["rate"]
+    return Work(steps=steps, cpu_only=ON_HOST)
+
+# %% ../../nbs/experiments/11_motion.ipynb #3490ce40
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
-    if unit["part"] == "exact": return Work(steps=6_000. * cfg.exact_epochs, cpu_only=ON_HOST)
-    if unit["part"] == "flow":
-        return Work(steps=1_500 * cfg.flow_time / unit["rate"], cpu_only=ON_HOST)
+    if unit["part"] != "network": return _small_work(cfg, unit)
     net = network_work(cfg, unit["dataset"], looks=12, layers=cfg.layers)
-    followed = Work(net.flops / 8, steps=net.steps) # a product a step, for the moving average
-    return net + followed
+    return net + Work(net.flops / 8, steps=net.steps)
 
 # %% ../../nbs/experiments/11_motion.ipynb #b2e743ff
 experiment = Experiment(

@@ -74,33 +74,36 @@ presets = dict(
     paper=Config(mlp_seeds=5))
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #6c787c4d
-def data(c: Config,
-         seed: int,
-         ctx: Context,
-         dtype: torch.dtype = torch.float64, # of the kernel machine; networks take float32
-        ) -> Parity:
-    "The points of both learners; a seed gives the same points in either precision."
+def data(c: Config, seed: int, ctx: Context, dtype: torch.dtype = torch.float64) -> Parity:
+    "The points of both learners, the same in either precision; networks take float32."
     return parity_on(sparse_parity(c.n, c.d, c.k, c.n_test, seed, dtype), ctx.device)
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #b8b80cd9
-def _rfm_row(h: dict[str, Any]) -> dict[str, Any]: # h: a look of the machine's history
-    "One look at the machine, under the names that the network's looks have."
+def _rfm_row(h: dict[str, Any]) -> dict[str, Any]:
+    "A look at the machine, under the names of the network's looks."
     named = dict(time=h["iter"], accuracy=h["accuracy"], loss=h["mse"], train_loss=h["train_error"])
     return named | {k: h[k] for k in ("trace_share", "frob_share", "seconds")}
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #b62a06ae
+def _stored(matrices: dict[str, Tensor], P: Parity) -> dict[str, np.ndarray]:
+    "Feature matrices by name, and the hidden coordinates."
+    single = {k: M.numpy().astype(np.float32) for k, M in matrices.items()}
+    return single | dict(support=P.support.numpy())
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #daef3ed1
+def _machine(c: Config) -> RFM:
+    "FACT-RFM within the memory that it may take."
+    return RFM(Gaussian(c.bandwidth), iters=c.iters, ridge=c.ridge, progress=False,
+               solver="cholesky", memory=int(c.memory * 1e9))
+
 # %% ../../nbs/experiments/06_phase_transition.ipynb #c96bc745
-def rfm_unit(c: Config,
-             unit: dict[str, Any], # its seed
-             ctx: Context,
-            ) -> Output:
+def rfm_unit(c: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "FACT-RFM until it has learned: accuracy, loss and M by iteration."
     P = data(c, unit["seed"], ctx)
-    machine = RFM(Gaussian(c.bandwidth), iters=c.iters, ridge=c.ridge, progress=False,
-                  solver="cholesky", memory=int(c.memory * 1e9))
     ctx.scratch.mkdir(parents=True, exist_ok=True)
-    looks = follow(machine, P, ctx.scratch/"state", stop=.999).history
-    matrices = {f"M{h['iter']}": h["M"].numpy().astype(np.float32) for h in looks}
-    return Output([_rfm_row(h) for h in looks], matrices | dict(support=P.support.numpy()))
+    looks = follow(_machine(c), P, ctx.scratch/"state", stop=.999).history
+    matrices = {f"M{h['iter']}": h["M"] for h in looks}
+    return Output([_rfm_row(h) for h in looks], _stored(matrices, P))
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #50e597ca
 FLAT = .6 # accuracy up to which nothing has been learned
@@ -110,14 +113,16 @@ def first_weight(model: nn.Module) -> Tensor:
     first = next(m for m in model.modules() if isinstance(m, nn.Linear))
     return first.weight.detach().double().cpu()
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #1ad3b69c
+def _batches(X: Tensor, y: Tensor) -> Batches:
+    "Points with their labels as classes."
+    return Batches(X, y.long(), 4096)
+
 # %% ../../nbs/experiments/06_phase_transition.ipynb #be6cc15b
-def look_at_network(model: nn.Module,
-                    P: Parity,
-                   ) -> dict[str, float]:
+def look_at_network(model: nn.Module, P: Parity) -> dict[str, float]:
     "Accuracy and loss on held-out and on training points, and the first layer's shares."
-    test = evaluate(model, cross_entropy, Batches(P.X_test, P.y_test.long(), 4096))
-    some = Batches(P.X[:2000], P.y[:2000].long(), 4096)
-    fitted = evaluate(model, cross_entropy, some)
+    test = evaluate(model, cross_entropy, _batches(P.X_test, P.y_test))
+    fitted = evaluate(model, cross_entropy, _batches(P.X[:2000], P.y[:2000]))
     W = first_weight(model)
     return dict(accuracy=test["accuracy"], loss=test["loss"], train_accuracy=fitted["accuracy"],
                 train_loss=fitted["loss"], **shares(W.T @ W, P.support))
@@ -147,55 +152,58 @@ class Looks:
         self.before = state["before"]
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #d88e4fe7
-def first_layer_features(model: nn.Module,
-                         P: Parity,
-                         lam: float, # weight decay
-                        ) -> dict[str, Tensor]: # d × d each
-    "WᵀW, FACT and AGOP of the first layer over the training points."
+def first_layer_features(model: nn.Module, P: Parity, lam: float) -> dict[str, Tensor]:
+    "WᵀW, FACT and AGOP of the first layer over the training points, d × d each."
     wanted = ("nfm", "fact", "agop")
-    batches = Batches(P.X, P.y.long(), 4096)
-    layer = measure(model, cross_entropy, batches, lam, quantities=wanted)["0"]
+    layer = measure(model, cross_entropy, _batches(P.X, P.y), lam, quantities=wanted)["0"]
     return {q.upper(): getattr(layer, q).cpu() for q in wanted}
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #4d86aa42
+def _recipe(c: Config, seed: int) -> Recipe:
+    "SGD at a constant rate."
+    return Recipe(epochs=c.epochs, lr=c.lr, weight_decay=c.weight_decay, schedule="constant",
+                  seed=seed)
+
 # %% ../../nbs/experiments/06_phase_transition.ipynb #584fe3d2
-def _watched_training(c: Config,
-                      seed: int, # of the initialisation and of the order of batches
-                      P: Parity,
-                      ctx: Context,
-                     ) -> tuple[nn.Module, Looks]:
+def _watched_training(c: Config, seed: int, P: Parity, ctx: Context) -> tuple[nn.Module, Looks]:
     "A network after its training, and what was seen on the way."
     with seeded(seed):
         model = mlp(c.d, 2, c.width, c.hidden).to(ctx.device)
     looks = Looks(P, c.every)
-    recipe = Recipe(epochs=c.epochs, lr=c.lr, weight_decay=c.weight_decay, schedule="constant",
-                    seed=seed)
-    train(model, cross_entropy, P.X, P.y.long(), recipe, [looks],
+    train(model, cross_entropy, P.X, P.y.long(), _recipe(c, seed), [looks],
           checkpoint=ctx.scratch/"network", save_every=ctx.save_every, progress=ctx.progress)
     return model, looks
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #7d877d0d
+def _two_moments(model: nn.Module, looks: Looks, lam: float) -> dict[str, dict[str, Tensor]]:
+    "The first layer's features before the jump and at the end."
+    after = first_layer_features(model, looks.P, lam)
+    if looks.before:
+        model.load_state_dict(looks.before["weights"])
+    return dict(before=first_layer_features(model, looks.P, lam), after=after)
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #623a92e7
+def _likeness(moments: dict[str, dict[str, Tensor]]) -> dict[str, float]:
+    "The correlation of FACT and of AGOP with WᵀW at each moment."
+    return {f"{q}_{when}": pearson(F[q], F["NFM"])
+            for when, F in moments.items() for q in ("FACT", "AGOP")}
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #875a4826
 def mlp_unit(c: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "The network on the same points: looks over steps, features before the jump and at the end."
     P = data(c, unit["seed"] % c.seeds, ctx, torch.float32)
     model, looks = _watched_training(c, unit["seed"], P, ctx)
-    after = first_layer_features(model, P, c.weight_decay)
-    if looks.before:
-        model.load_state_dict(looks.before["weights"])
-    moments = dict(before=first_layer_features(model, P, c.weight_decay), after=after)
-    similar = dict(before=looks.before.get("step"))
-    arrays: dict[str, np.ndarray] = {}
-    for when, F in moments.items():
-        similar |= {f"{q}_{when}": pearson(F[q], F["NFM"]) for q in ("FACT", "AGOP")}
-        arrays |= {f"{q}_{when}": A.numpy().astype(np.float32) for q, A in F.items()}
-    return Output(looks.rows + [similar], arrays | dict(support=P.support.numpy()))
+    moments = _two_moments(model, looks, c.weight_decay)
+    similar = dict(before=looks.before.get("step"), **_likeness(moments))
+    matrices = {f"{q}_{when}": A for when, F in moments.items() for q, A in F.items()}
+    return Output(looks.rows + [similar], _stored(matrices, P))
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #7d220707
 def units(cfg: Config) -> list[dict[str, Any]]:
-    "The networks, then FACT-RFM."
+    "Networks, then FACT-RFM."
     networks = [dict(learner="mlp", seed=s) for s in range(cfg.mlp_seeds)]
     machines = [dict(learner="rfm", seed=s) for s in range(cfg.seeds)]
-    small = [dict(learner="quick", seed=0)] if cfg.at_quick else []
-    return networks + machines + small
+    return networks + machines + [dict(learner="quick", seed=0)] * cfg.at_quick
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #eb5564c1
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
@@ -205,27 +213,29 @@ def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     return mlp_unit(cfg, unit, ctx)
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #09d366e5
-def first_time(time: np.ndarray,
-               reached: np.ndarray, # at each time
-              ) -> float: # nan when it never is
+def first_time(
+    time: np.ndarray,
+    reached: np.ndarray, # at each time
+) -> float: # nan when it never is
     "The first time at which something is reached."
     return float(time[np.argmax(reached)]) if reached.any() else float("nan")
 
-# %% ../../nbs/experiments/06_phase_transition.ipynb #aebb43d2
-def jump(time: np.ndarray,
-         accuracy: np.ndarray, # at each time
-        ) -> dict[str, float]:
-    "How long accuracy stays flat at first, when it first reaches .95, and its largest rise."
+# %% ../../nbs/experiments/06_phase_transition.ipynb #b025fd1f
+def _flat_looks(accuracy: np.ndarray) -> int:
+    "How many looks at the start see nothing learned."
     above = accuracy > FLAT
-    flat = int(np.argmax(above)) if above.any() else len(accuracy)
+    return int(np.argmax(above)) if above.any() else len(accuracy)
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #aebb43d2
+def jump(time: np.ndarray, accuracy: np.ndarray) -> dict[str, float]: # accuracy at each time
+    "How long accuracy stays flat at first, when it first reaches .95, and its largest rise."
+    flat = _flat_looks(accuracy)
     return dict(looks=flat, flat_until=float(time[flat - 1]) if flat else float("nan"),
                 there=first_time(time, accuracy >= .95), rise=float(np.diff(accuracy).max()))
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #3bf18235
-def learner_curves(r: Result,
-                   learner: str, # rfm or mlp
-                  ) -> dict[int, pd.DataFrame]: # by seed
-    "The looks of each run, in the order of time."
+def learner_curves(r: Result, learner: str) -> dict[int, pd.DataFrame]: # by seed
+    "The looks of each run of a learner, rfm or mlp, in the order of time."
     d = r.df[(r.df.learner == learner) & r.df.time.notna()]
     return {int(s): g.sort_values("time") for s, g in d.groupby("seed")}
 
@@ -246,17 +256,25 @@ def _steep(j: dict[str, float]) -> bool: # of jump
     flat, rise = (threshold("phase-rfm", k) for k in ("looks", "rise"))
     return j["looks"] >= flat and not np.isnan(j["there"]) and j["rise"] >= rise
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #790c6f96
+def _machine_in_words(r: Result) -> str:
+    "The accuracies of each run of FACT-RFM."
+    runs = [", ".join(f"{a:.3f}" for a in g.accuracy) for g in learner_curves(r, "rfm").values()]
+    return f"accuracy by iteration: {'; '.join(runs)}"
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #ff7905a6
+def _chosen_here(r: Result, seeds: int) -> str:
+    "What the paper does not say."
+    return (f"at a ridge that was chosen for it ({r.config['ridge']:g}) and with M rescaled to "
+            f"trace d, neither of which the paper says; seeds: {seeds}")
+
 # %% ../../nbs/experiments/06_phase_transition.ipynb #3afe86bb
 def judge_rfm(r: Result) -> Judgement | None:
     "Does FACT-RFM stay flat and then jump?"
     jumps = learner_jumps(r, "rfm")
     if not is_paper_task(r) or not jumps: return None
-    runs = [", ".join(f"{a:.3f}" for a in g.accuracy) for g in learner_curves(r, "rfm").values()]
-    rise = min(j["rise"] for j in jumps)
-    change = (f"at a ridge that was chosen for it ({r.config['ridge']:g}) and with M rescaled to "
-              f"trace d, neither of which the paper says; seeds: {len(jumps)}")
-    return judge(all(map(_steep, jumps)), f"accuracy by iteration: {'; '.join(runs)}",
-                 f"largest rise in one iteration {rise:.2f}", change,
+    rise = f"largest rise in one iteration {min(j['rise'] for j in jumps):.2f}"
+    return judge(all(map(_steep, jumps)), _machine_in_words(r), rise, _chosen_here(r, len(jumps)),
                  units=tuple(r.where(learner="rfm")))
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #5277a35d
@@ -264,17 +282,27 @@ def _network_in_words(cfg: dict[str, Any]) -> str: # the result's settings
     return (f"{cfg['hidden']} hidden layer of {cfg['width']} ReLU units, SGD with momentum .9, "
             f"lr {cfg['lr']:g}, batch 64, λ = {cfg['weight_decay']:g}, cross-entropy")
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #463bae0e
+def _flat_parts(jumps: list[dict[str, float]]) -> list[float]: # one a run
+    "The part of the way to .95 on which a run is flat."
+    return [j["flat_until"] / j["there"] for j in jumps]
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #dbfc410d
+def _flat_in_words(jumps: list[dict[str, float]]) -> str:
+    "How long the networks are flat."
+    part = _flat_parts(jumps)
+    seen = "; ".join(f"flat until step {j['flat_until']:.0f}, .95 at step {j['there']:.0f}"
+                     for j in jumps)
+    return f"flat for {min(part):.0%} … {max(part):.0%} of the way: {seen}"
+
 # %% ../../nbs/experiments/06_phase_transition.ipynb #66cbde26
 def judge_mlp(r: Result) -> Judgement | None:
     "Is the network flat for most of the way?"
     jumps = learner_jumps(r, "mlp")
     if not is_paper_task(r) or not jumps: return None
-    part = [j["flat_until"] / j["there"] for j in jumps]
-    seen = "; ".join(f"flat until step {j['flat_until']:.0f}, .95 at step {j['there']:.0f}"
-                     for j in jumps)
-    ours = f"flat for {min(part):.0%} … {max(part):.0%} of the way: {seen}"
-    return judge(all(p >= threshold("phase-mlp", "part") for p in part), ours,
-                 _network_in_words(r.config), units=tuple(r.where(learner="mlp")))
+    flat = all(p >= threshold("phase-mlp", "part") for p in _flat_parts(jumps))
+    return judge(flat, _flat_in_words(jumps), _network_in_words(r.config),
+                 units=tuple(r.where(learner="mlp")))
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #b430a30a
 judges = {"phase-rfm": judge_rfm, "phase-mlp": judge_mlp}
@@ -293,27 +321,33 @@ COLUMNS = dict(
     rfm=_Panel("FACT-RFM", "iteration", "$M$", "squared error", "upper left"),
     mlp=_Panel("network", "step", r"$W^\top W$", "cross-entropy", "lower right"))
 
-# %% ../../nbs/experiments/06_phase_transition.ipynb #17ce6e74
-def _draw_run(above: plt.Axes,
-              below: plt.Axes,
-              g: pd.DataFrame, # looks of one run
-              matrix: str, # whose share is drawn
-              **kw: Any, # opacity, marks
-             ) -> None:
-    "Accuracy, share and losses of one run."
+# %% ../../nbs/experiments/06_phase_transition.ipynb #3976fdb2
+def _draw_learning(ax: plt.Axes, g: pd.DataFrame, matrix: str, **kw: Any) -> None:
+    "Accuracy of one run, and the share of its feature matrix on the support."
     share = f"share of {matrix} on the support"
-    above.plot(g.time, g.accuracy, label="test accuracy", **look("FACT") | kw)
-    above.plot(g.time, g.frob_share, label=share, **look("AGOP") | kw)
-    below.plot(g.time, g.loss, label="test", **look("FACT") | kw)
-    below.plot(g.time, g.train_loss, label="train", **look("other") | kw)
+    ax.plot(g.time, g.accuracy, label="test accuracy", **look("FACT") | kw)
+    ax.plot(g.time, g.frob_share, label=share, **look("AGOP") | kw)
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #68c54528
+def _draw_losses(ax: plt.Axes, g: pd.DataFrame, **kw: Any) -> None:
+    "Losses of one run on held-out and on training points."
+    ax.plot(g.time, g.loss, label="test", **look("FACT") | kw)
+    ax.plot(g.time, g.train_loss, label="train", **look("other") | kw)
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #3ce372ab
+def _draw_runs(above: plt.Axes, below: plt.Axes, r: Result, learner: str) -> None:
+    "All runs of one learner."
+    for s, g in learner_curves(r, learner).items():
+        often = 1 if learner == "rfm" else max(1, len(g) // 12)
+        seen = dict(alpha=1 if s == 0 else .35, markevery=often)
+        _draw_learning(above, g, COLUMNS[learner].matrix, **seen)
+        _draw_losses(below, g, **seen)
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #f3f2a130
 def _draw_column(above: plt.Axes, below: plt.Axes, r: Result, learner: str) -> None:
-    "All runs of one learner; the first has the legend."
+    "The runs of one learner with titles; the first run has the legend."
     column = COLUMNS[learner]
-    for s, g in learner_curves(r, learner).items():
-        often = 1 if learner == "rfm" else max(1, len(g) // 12)
-        _draw_run(above, below, g, column.matrix, alpha=1 if s == 0 else .35, markevery=often)
+    _draw_runs(above, below, r, learner)
     above.axhline(.5, color="grey", lw=.8)
     above.set(title=column.title, ylim=(-.03, 1.05))
     below.set(xlabel=column.time, ylabel=f"loss ({column.loss})")
@@ -330,21 +364,30 @@ def draw_transition(r: Result) -> plt.Figure:
         axes[0, 0].set_ylabel("accuracy, share")
     return fig
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #15e9a85d
+def _moments_of_machine(r: Result) -> list[tuple[int, str]]: # iteration, what it is
+    "The first update, the end of the flat stretch and the end, of FACT-RFM (seed 0)."
+    flat = int(learner_jumps(r, "rfm")[0]["flat_until"])
+    end = int(learner_curves(r, "rfm")[0].time.max())
+    return [(min(1, flat), ""), (flat, "\nend of the flat stretch"), (end, "\nafter")]
+
 # %% ../../nbs/experiments/06_phase_transition.ipynb #ebfa48bb
 def machine_matrices(r: Result) -> dict[str, np.ndarray]: # by title
     "M of FACT-RFM (seed 0) after the first update, at the end of the flat stretch, at the end."
     arrays = r.where(learner="rfm", seed=0)[0].arrays
-    flat = int(learner_jumps(r, "rfm")[0]["flat_until"])
-    end = int(learner_curves(r, "rfm")[0].time.max())
-    moments = [(min(1, flat), ""), (flat, "\nend of the flat stretch"), (end, "\nafter")]
-    return {f"$M$, iteration {t}{what}": arrays[f"M{t}"] for t, what in moments}
+    return {f"$M$, iteration {t}{what}": arrays[f"M{t}"] for t, what in _moments_of_machine(r)}
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #702bfdcb
+def _end_of_flat(r: Result) -> str:
+    "When the network (seed 0) was last seen flat."
+    step = r.df[(r.df.learner == "mlp") & (r.df.seed == 0)].before.dropna()
+    return f"step {int(step.iloc[0]):,}" if len(step) else "start"
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #ca9b2cce
 def network_matrices(r: Result) -> dict[str, np.ndarray]: # by title
     "WᵀW, FACT and AGOP of the network (seed 0), before the jump and at the end."
     arrays = r.where(learner="mlp", seed=0)[0].arrays
-    step = r.df[(r.df.learner == "mlp") & (r.df.seed == 0)].before.dropna()
-    moments = dict(before=f"step {int(step.iloc[0]):,}" if len(step) else "start", after="end")
+    moments = dict(before=_end_of_flat(r), after="end")
     names = dict(NFM=r"$W^\top W$", FACT="FACT", AGOP="AGOP")
     return {f"network, {name}\n{moment}": arrays[f"{q}_{when}"]
             for when, moment in moments.items() for q, name in names.items()}
@@ -383,16 +426,24 @@ FEATURES_FIGURE = Figure(
 # %% ../../nbs/experiments/06_phase_transition.ipynb #06934f5b
 figures = dict(curves=CURVES_FIGURE, features=FEATURES_FIGURE)
 
+# %% ../../nbs/experiments/06_phase_transition.ipynb #d3c4f099
+def _network_work(c: Config) -> Work:
+    "Training, and the looks at it."
+    shapes = mlp_shapes(c.d, 2, c.width, c.hidden)
+    looks = Work(steps=5_000. * c.epochs * c.n / 64 / c.every)
+    return training_work(shapes, c.n, 64, c.epochs) + looks
+
+# %% ../../nbs/experiments/06_phase_transition.ipynb #b4cf970f
+def _machine_work(c: Config) -> Work:
+    "Fits that hold two matrices where memory allows, or factor one in place."
+    matrices = 2.2 if 2.2 * 8 * c.n**2 <= c.memory * 1e9 else 1.2
+    return fit_work(c.n, c.d, 1, c.iters + 1, matrices)
+
 # %% ../../nbs/experiments/06_phase_transition.ipynb #d3fd2ec5
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
-    if unit["learner"] == "mlp":
-        looks = Work(steps=5_000. * cfg.epochs * cfg.n / 64 / cfg.every)
-        return training_work(mlp_shapes(cfg.d, 2, cfg.width, cfg.hidden), cfg.n, 64,
-                             cfg.epochs) + looks
-    c = presets["quick"] if unit["learner"] == "quick" else cfg
-    matrices = 2.2 if 2.2 * 8 * c.n**2 <= c.memory * 1e9 else 1.2
-    return fit_work(c.n, c.d, 1, c.iters + 1, matrices)
+    if unit["learner"] == "mlp": return _network_work(cfg)
+    return _machine_work(presets["quick"] if unit["learner"] == "quick" else cfg)
 
 # %% ../../nbs/experiments/06_phase_transition.ipynb #7540d937
 experiment = Experiment(

@@ -33,7 +33,7 @@ from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, jud
 from ..lab.marks import resting_on
 from ..lab.needs import Work, fit_work
 from ..lab.store import Result
-from ..machines.rfm import RFM
+from ..machines.rfm import RFM, Fit
 
 # %% ../../nbs/experiments/08_similarity.ipynb #ce42e4fd
 TASK_NAMES = dict(add="addition", sub="subtraction", mul="multiplication", parity="parity")
@@ -63,16 +63,26 @@ class Config:
 
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
-        require(all(is_prime(p) and p >= 5 for p in (self.p, self.other_p)),
-                "p and other_p must be primes of at least 5")
-        require(all(0 < f < 1 for f in (self.fraction, self.other_fraction)),
-                "fraction and other_fraction must lie between 0 and 1")
-        require(set(self.tasks) <= set(TASK_NAMES), f"tasks must be among {', '.join(TASK_NAMES)}")
-        require(set(self.kernels) <= set(KERNELS), f"kernels must be among {', '.join(KERNELS)}")
-        require(min(self.iters, self.nfa_iters, self.looks, self.seeds) >= 1,
-                "iters, nfa_iters, looks and seeds must be at least 1")
-        require(self.ridge >= 0 and self.bandwidth > 0,
-                "ridge must not be negative and bandwidth must be positive")
+        _check_tasks(self)
+        _check_machine(self)
+
+# %% ../../nbs/experiments/08_similarity.ipynb #2aab3c92
+def _check_tasks(c: Config) -> None:
+    "Moduli, fractions and names of tasks."
+    require(all(is_prime(p) and p >= 5 for p in (c.p, c.other_p)),
+            "p and other_p must be primes of at least 5")
+    require(all(0 < f < 1 for f in (c.fraction, c.other_fraction)),
+            "fraction and other_fraction must lie between 0 and 1")
+    require(set(c.tasks) <= set(TASK_NAMES), f"tasks must be among {', '.join(TASK_NAMES)}")
+
+# %% ../../nbs/experiments/08_similarity.ipynb #d6efe76b
+def _check_machine(c: Config) -> None:
+    "Kernels, counts, ridge and bandwidth."
+    require(set(c.kernels) <= set(KERNELS), f"kernels must be among {', '.join(KERNELS)}")
+    require(min(c.iters, c.nfa_iters, c.looks, c.seeds) >= 1,
+            "iters, nfa_iters, looks and seeds must be at least 1")
+    require(c.ridge >= 0 and c.bandwidth > 0,
+            "ridge must not be negative and bandwidth must be positive")
 
 # %% ../../nbs/experiments/08_similarity.ipynb #c60ca3ec
 presets = dict(
@@ -82,11 +92,8 @@ presets = dict(
     paper=Config(nfa_iters=75, looks=75, seeds=5))
 
 # %% ../../nbs/experiments/08_similarity.ipynb #382cb31d
-def factors(kernel: Kernel,
-            X: Tensor, # n × d
-            M: Tensor, # d × d
-           ) -> tuple[Tensor, Tensor]: # k' and τ, n × n each
-    "The two measures of similarity; for a radial kernel K stands in the place of k'."
+def factors(kernel: Kernel, X: Tensor, M: Tensor) -> tuple[Tensor, Tensor]: # n × n each
+    "The similarities k' and τ; for a radial kernel K stands in the place of k'."
     K, C = kernel.value_and_coef(X, None, M)
     k1 = K if kernel.radial else C
     return k1, k1.T @ k1 / len(X)
@@ -98,10 +105,8 @@ def off_diagonal(A: Tensor, # n × n
     return A[~torch.eye(len(A), dtype=torch.bool, device=A.device)]
 
 # %% ../../nbs/experiments/08_similarity.ipynb #35390473
-def slope_fit(k1: Tensor, # n × n
-              tau: Tensor, # n × n
-             ) -> tuple[float, float]: # b, R²
-    "The best line through the origin over pairs i ≠ j, and its centred R²."
+def slope_fit(k1: Tensor, tau: Tensor) -> tuple[float, float]: # b, R²
+    "The best line through the origin over i ≠ j, and its centred R²."
     x, y = off_diagonal(k1), off_diagonal(tau)
     b = x @ y / (x @ x)
     return float(b), float(1 - (y - b * x).square().sum() / (y - y.mean()).square().sum())
@@ -114,39 +119,44 @@ def without_means(A: Tensor, # n × n, symmetric
     return off_diagonal(A - m - m[:, None])
 
 # %% ../../nbs/experiments/08_similarity.ipynb #8a215af3
-def pairs_to_rank(n: int, # samples
-                  size: int, # pairs drawn; those with i = j are left out
-                 ) -> tuple[Tensor, Tensor]: # i, j
-    "A fixed sample of pairs i ≠ j."
+def pairs_to_rank(n: int, size: int) -> tuple[Tensor, Tensor]: # i, j
+    "A fixed sample of pairs of n; those with i = j are left out."
     i, j = torch.randint(n, (2, size), generator=torch.Generator().manual_seed(0))
     return i[i != j], j[i != j]
 
 # %% ../../nbs/experiments/08_similarity.ipynb #c97d9c76
 def spearman(a: Tensor, b: Tensor) -> float: return float(spearmanr(a.cpu(), b.cpu())[0])
 
+# %% ../../nbs/experiments/08_similarity.ipynb #664a2f2f
+def _closeness(X: Tensor, M: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    "x_iᵀMx_j and −‖W(x_i − x_j)‖² of pairs: both are large for close samples."
+    inner = X @ M @ X.T
+    return inner[i, j], 2 * inner[i, j] - inner.diag()[i] - inner.diag()[j]
+
 # %% ../../nbs/experiments/08_similarity.ipynb #86b42b87
-def rank_rows(k1: Tensor, # n × n
-              tau: Tensor, # n × n
-              X: Tensor, # n × d
-              M: Tensor, # d × d
-              size: int = 20_000, # pairs
-             ) -> dict[str, float]:
+def rank_rows(
+    k1: Tensor, # n × n
+    tau: Tensor, # n × n
+    X: Tensor, # n × d
+    M: Tensor, # d × d
+    size: int = 20_000, # pairs
+) -> dict[str, float]:
     "Rank correlations of τ and k' with each other, with xᵀMx' and with minus the distance."
     i, j = (index.to(X.device) for index in pairs_to_rank(len(X), size))
-    inner = X @ M @ X.T
-    near = 2 * inner[i, j] - inner.diag()[i] - inner.diag()[j]      # −‖W(x_i − x_j)‖²
-    k, t, inner = k1[i, j], tau[i, j], inner[i, j]
+    inner, near = _closeness(X, M, i, j)
+    k, t = k1[i, j], tau[i, j]
     return dict(ranks=spearman(k, t), tau_inner=spearman(t, inner), k_inner=spearman(k, inner),
                 tau_near=spearman(t, near), k_near=spearman(k, near))
 
 # %% ../../nbs/experiments/08_similarity.ipynb #50774690
-def objective_at_scale(kernel: Kernel,
-                       X: Tensor, # n × d
-                       Y: Tensor, # n × c
-                       M: Tensor, # d × d
-                       ridge: float, # nλ
-                       scale: float, # c
-                      ) -> float:
+def objective_at_scale(
+    kernel: Kernel,
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    M: Tensor, # d × d
+    ridge: float, # nλ
+    scale: float, # c
+) -> float:
     "F(cM); infinite where rounding leaves no positive definite matrix."
     eye = torch.eye(len(X), dtype=X.dtype, device=X.device)
     L, bad = torch.linalg.cholesky_ex(kernel(X, None, scale * M) + ridge * eye)
@@ -155,12 +165,13 @@ def objective_at_scale(kernel: Kernel,
     return float(half.square().sum() + scale * M.trace()) / 2
 
 # %% ../../nbs/experiments/08_similarity.ipynb #e6a3334f
-def best_objective(kernel: Kernel,
-                   X: Tensor, # n × d
-                   Y: Tensor, # n × c
-                   M: Tensor, # d × d
-                   ridge: float, # nλ
-                  ) -> tuple[float, float]: # min over c, log c
+def best_objective(
+    kernel: Kernel,
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    M: Tensor, # d × d
+    ridge: float, # nλ
+) -> tuple[float, float]: # min over c, log c
     "The objective ½⟨y, (K + nλI)⁻¹y⟩ + ½ tr M at the best scale of M."
     F = lambda log_c: objective_at_scale(kernel, X, Y, M, ridge, float(np.exp(log_c)))
     best = minimize_scalar(F, bounds=(-6, 8), method="bounded", options=dict(xatol=.01))
@@ -175,66 +186,70 @@ class LearningTask(NamedTuple):
     Y_test: Tensor
     groups: list[Tensor] # of inputs
 
+# %% ../../nbs/experiments/08_similarity.ipynb #3a90792c
+def _parity_task(seed: int) -> LearningTask:
+    "A parity of two of fifty inputs."
+    P = sparse_parity(500, 50, 2, seed=seed)
+    return LearningTask(P.X, P.y[:, None], P.X_test, P.y_test[:, None], [torch.arange(50)])
+
+# %% ../../nbs/experiments/08_similarity.ipynb #026d07e9
+def _pairs_of(cfg: Config, task: str) -> tuple[int, float]:
+    "The modulus of a task, and the part of its pairs that trains."
+    return (cfg.p, cfg.fraction) if task == "add" else (cfg.other_p, cfg.other_fraction)
+
 # %% ../../nbs/experiments/08_similarity.ipynb #727983f4
-def learning_task(cfg: Config,
-                  name: str, # add, sub, mul or parity
-                  seed: int, # of the split or the sample
-                 ) -> LearningTask:
+def learning_task(cfg: Config, name: str, seed: int) -> LearningTask: # name: of TASK_NAMES
     "A modular operation or a sparse parity."
-    if name == "parity":
-        P = sparse_parity(500, 50, 2, seed=seed)
-        return LearningTask(P.X, P.y[:, None], P.X_test, P.y_test[:, None], [torch.arange(50)])
-    main = name == "add"
-    p = cfg.p if main else cfg.other_p
-    sign = dict(add="+", sub="-", mul="*")[name]
-    D = modular(p, sign, cfg.fraction if main else cfg.other_fraction, seed)
+    if name == "parity": return _parity_task(seed)
+    p, share = _pairs_of(cfg, name)
+    D = modular(p, dict(add="+", sub="-", mul="*")[name], share, seed)
     halves = [torch.arange(p), torch.arange(p, 2 * p)]
     return LearningTask(D.X, D.Y, D.X_test, D.Y_test, halves)
 
+# %% ../../nbs/experiments/08_similarity.ipynb #d75c9c2d
+def _task_on(T: LearningTask, dev: torch.device) -> LearningTask:
+    "The same task on a device; its groups are indices and stay."
+    return LearningTask(T.X.to(dev), T.Y.to(dev), T.X_test.to(dev), T.Y_test.to(dev), T.groups)
+
 # %% ../../nbs/experiments/08_similarity.ipynb #1bb071c2
-def share_right(F: Tensor, # n × c, predictions
-                Y: Tensor, # n × c: one column of 0 and 1, or one-hot
-               ) -> float:
+def share_right(
+    F: Tensor, # n × c, predictions
+    Y: Tensor, # n × c: one column of 0 and 1, or one-hot
+) -> float:
     "Share of right labels."
     right = (F > .5) == (Y > .5) if Y.shape[1] == 1 else F.argmax(1) == Y.argmax(1)
     return float(right.double().mean())
 
 # %% ../../nbs/experiments/08_similarity.ipynb #79fab091
-def shuffled(M: Tensor, # d × d
-             groups: list[Tensor], # of inputs
-             seed: int = 0,
-            ) -> Tensor: # d × d
-    "M with its inputs permuted at random within each group."
+def shuffled(M: Tensor, groups: list[Tensor], seed: int = 0) -> Tensor: # d × d
+    "M with its inputs permuted within each group."
     g = torch.Generator().manual_seed(seed)
     order = torch.cat([i[torch.randperm(len(i), generator=g)] for i in groups]).to(M.device)
     return M[order][:, order]
 
 # %% ../../nbs/experiments/08_similarity.ipynb #f5e49bbe
-def control_row(kernel: Kernel,
-                X: Tensor, # n × d
-                M: Tensor, # d × d
-                groups: list[Tensor], # of inputs
-               ) -> dict[str, float]:
+def control_row(kernel: Kernel, X: Tensor, M: Tensor, groups: list[Tensor]) -> dict[str, float]:
     "The fit and the ranks of the same features with shuffled inputs."
     N = shuffled(M, groups)
     both = factors(kernel, X, N)
     return dict(r2_shuffled=slope_fit(*both)[1], ranks_shuffled=rank_rows(*both, X, N)["ranks"])
 
 # %% ../../nbs/experiments/08_similarity.ipynb #e1a9dece
-def iterate_row(kernel: Kernel,
-                X: Tensor, # n × d
-                Y: Tensor, # n × c
-                M: Tensor, # d × d
-                groups: list[Tensor], # of inputs
-                ridge: float, # nλ
-               ) -> dict[str, float]:
+def iterate_row(
+    kernel: Kernel,
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    M: Tensor, # d × d
+    groups: list[Tensor], # of inputs
+    ridge: float, # nλ
+) -> dict[str, float]:
     "Every number of one iterate."
     k1, tau = factors(kernel, X, M)
     slope, r2 = slope_fit(k1, tau)
     value, log_c = best_objective(kernel, X, Y, M, ridge)
-    row = (dict(slope=slope, r2=r2) | control_row(kernel, X, M, groups)
-           | dict(centred=pearson(without_means(k1), without_means(tau)))
-           | rank_rows(k1, tau, X, M) | dict(objective=value, log_scale=log_c))
+    row = dict(slope=slope, r2=r2, **control_row(kernel, X, M, groups),
+               centred=pearson(without_means(k1), without_means(tau)),
+               **rank_rows(k1, tau, X, M), objective=value, log_scale=log_c)
     return {k: float(f"{v:.6g}") for k, v in row.items()}
 
 # %% ../../nbs/experiments/08_similarity.ipynb #215169b4
@@ -245,10 +260,7 @@ def when(iters: int, # updates of a run
     return {0, 1} | {round(iters * i / looks) for i in range(1, looks + 1)}
 
 # %% ../../nbs/experiments/08_similarity.ipynb #ae7693a1
-def sample_pairs(k1: Tensor, # n × n
-                 tau: Tensor, # n × n
-                 size: int = 1000,
-                ) -> Tensor: # 2 × size
+def sample_pairs(k1: Tensor, tau: Tensor, size: int = 1000) -> Tensor: # 2 × size
     "k' and τ of random pairs i ≠ j, for the scatter."
     g, n = torch.Generator().manual_seed(1), len(k1)
     i = torch.randint(n, (size,), generator=g)
@@ -256,72 +268,83 @@ def sample_pairs(k1: Tensor, # n × n
     return torch.stack([k1[i, j], tau[i, j]]).float()
 
 # %% ../../nbs/experiments/08_similarity.ipynb #31bd4930
-def _machine(cfg: Config,
-             unit: dict[str, Any], # its kernel and its method
-            ) -> RFM:
+def _machine(cfg: Config, unit: dict[str, Any]) -> RFM:
     "FACT or the NFA; the quadratic kernel needs no scale, the others have a bandwidth."
     nfa = unit["method"] == "nfa"
     return RFM(KERNELS[unit["kernel"]](cfg), update="nfa" if nfa else "fact", power=.5,
                iters=cfg.nfa_iters if nfa else cfg.iters, ridge=cfg.ridge,
                normalize=None if unit["kernel"] == "quadratic" else "trace", progress=False)
 
+# %% ../../nbs/experiments/08_similarity.ipynb #118869f6
+def _look(machine: RFM, T: LearningTask, fit: Fit) -> dict[str, Any]:
+    "A row of the result: what one fit has learned, and its numbers."
+    kernel, M = machine.kernel, fit.M.to(T.X)
+    test_acc = share_right(kernel(T.X_test, T.X, M) @ fit.alpha, T.Y_test)
+    numbers = iterate_row(kernel, T.X, T.Y, M, T.groups, machine.ridge)
+    return dict(iter=fit.t, test_acc=test_acc, **numbers)
+
+# %% ../../nbs/experiments/08_similarity.ipynb #29f49787
+def _scatter(machine: RFM, X: Tensor, fit: Fit) -> dict[str, Tensor]:
+    "The pairs that are drawn, under the name of their moment."
+    pairs = sample_pairs(*factors(machine.kernel, X, fit.M.to(X)))
+    return {"pairs_end" if fit.last else "pairs_start": pairs}
+
 # %% ../../nbs/experiments/08_similarity.ipynb #b3411ddc
-def run_unit(cfg: Config,
-             unit: dict[str, Any], # task, kernel, method and seed
-             ctx: Context,
-            ) -> Output:
+def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One Recursive Feature Machine, looked at on its way."
-    T = learning_task(cfg, unit["task"], unit["seed"])
-    X, Y, X_test, Y_test = (t.to(ctx.device) for t in T[:4])
+    T = _task_on(learning_task(cfg, unit["task"], unit["seed"]), ctx.device)
     machine = _machine(cfg, unit)
-    kernel = machine.kernel
-    rows, kept = [], {}
+    rows: list[dict[str, Any]] = []
+    kept: dict[str, Tensor] = {}
     with one_thread():
-        for fit in machine.iterates(X, Y):
-            M = fit.M.to(X)
+        for fit in machine.iterates(T.X, T.Y):
             if fit.t not in when(machine.iters, cfg.looks): continue
-            test_acc = share_right(kernel(X_test, X, M) @ fit.alpha, Y_test)
-            numbers = iterate_row(kernel, X, Y, M, T.groups, cfg.ridge)
-            rows.append(dict(iter=fit.t, test_acc=test_acc, **numbers))
+            rows.append(_look(machine, T, fit))
             if unit["seed"] == 0 and (fit.t == 0 or fit.last):
-                name = "pairs_end" if fit.last else "pairs_start"
-                kept[name] = sample_pairs(*factors(kernel, X, M))
+                kept |= _scatter(machine, T.X, fit)
     if unit["task"] == "add":
-        kept["block"] = M[T.groups[0]][:, T.groups[-1]].float()
+        kept["block"] = fit.M.to(T.X)[T.groups[0]][:, T.groups[-1]].float()
     return Output(rows, kept)
 
 # %% ../../nbs/experiments/08_similarity.ipynb #5f169f23
-def both_methods(task: str,
-                 kernel: str,
-                 seed: int,
-                ) -> list[dict[str, Any]]:
+def both_methods(task: str, kernel: str, seed: int) -> list[dict[str, Any]]:
     "The same split for FACT and the NFA."
     return [dict(task=task, kernel=kernel, method=m, seed=seed) for m in ("fact", "nfa")]
+
+# %% ../../nbs/experiments/08_similarity.ipynb #24245449
+def _additions(cfg: Config) -> list[tuple[str, str, int]]: # task, kernel, seed
+    "The addition, if it is wanted."
+    if "add" not in cfg.tasks: return []
+    return [("add", k, s) for s in range(cfg.seeds) for k in cfg.kernels
+            if s == 0 or k == "quadratic"]
 
 # %% ../../nbs/experiments/08_similarity.ipynb #1f659db5
 def units(cfg: Config) -> list[dict[str, Any]]:
     "The addition first, then the other tasks."
-    wanted = [("add", k, s) for s in range(cfg.seeds) for k in cfg.kernels
-              if "add" in cfg.tasks and (s == 0 or k == "quadratic")]
     others = [(t, "quadratic", 0) for t in cfg.tasks if t != "add"]
-    return [u for run in wanted + others for u in both_methods(*run)]
+    return [u for run in _additions(cfg) + others for u in both_methods(*run)]
+
+# %% ../../nbs/experiments/08_similarity.ipynb #add10225
+def _looks(r: Result, task: str, method: str) -> pd.DataFrame:
+    "Rows of one task and method, by every kernel."
+    return r.df[(r.df.task == task) & (r.df.method == method)]
 
 # %% ../../nbs/experiments/08_similarity.ipynb #489feab7
-def first_and_last(r: Result,
-                   task: str = "add",
-                   method: str = "fact",
-                  ) -> tuple[pd.DataFrame, pd.DataFrame]: # index (kernel, seed)
+def first_and_last(
+    r: Result,
+    task: str = "add",
+    method: str = "fact",
+) -> tuple[pd.DataFrame, pd.DataFrame]: # index (kernel, seed)
     "Rows at M = I and at the end of the runs of one task and method."
-    d = r.df[(r.df.task == task) & (r.df.method == method)].sort_values("iter")
-    runs = d.groupby(["kernel", "seed"])
+    runs = _looks(r, task, method).sort_values("iter").groupby(["kernel", "seed"])
     return runs.first(), runs.last()
 
 # %% ../../nbs/experiments/08_similarity.ipynb #91b9097c
 def line_fits(r: Result) -> pd.DataFrame: # index (kernel, seed)
     "R² of the addition by FACT: at M = I, after one update, at the end, and there shuffled."
     first, last = first_and_last(r)
-    d = r.df[(r.df.task == "add") & (r.df.method == "fact") & (r.df.iter == 1)]
-    one = d.set_index(["kernel", "seed"]).r2
+    d = _looks(r, "add", "fact")
+    one = d[d.iter == 1].set_index(["kernel", "seed"]).r2
     return pd.DataFrame(dict(start=first.r2, one=one, end=last.r2, shuffled=last.r2_shuffled))
 
 # %% ../../nbs/experiments/08_similarity.ipynb #3add2d39
@@ -336,19 +359,28 @@ def fit_note(q: pd.DataFrame) -> str: # fits of the quadratic kernel
     return (f"one update, before any test pair is right, gives {q.one.max():.3f}: "
             "the fit does not see what was learned")
 
-# %% ../../nbs/experiments/08_similarity.ipynb #sm000001
-def _tau_changes(q: pd.DataFrame, # fits of the quadratic kernel
-                 only: bool, # does the line fit with this kernel only?
-                ) -> list[str]:
+# %% ../../nbs/experiments/08_similarity.ipynb #b19aa0dc
+def _shuffled_change(q: pd.DataFrame) -> str: # fits of the quadratic kernel
+    "What to add where the control fits as well."
+    said = ("as a measurement, not as an explanation: shuffled features fit as well or "
+            f"better ({q.shuffled.min():.3f}–{q.shuffled.max():.3f})")
+    return said if q.shuffled.max() >= q.end.min() else ""
+
+# %% ../../nbs/experiments/08_similarity.ipynb #852b31fb
+def _tau_change(q: pd.DataFrame, only: bool) -> str: # only: no other kernel fits
     "Where the measurement is limited, and where it explains nothing."
-    changes = []
-    if only:
-        changes.append("with the quadratic kernel only: with an offset in k' no line through the "
-                       "origin fits")
-    if q.shuffled.max() >= q.end.min():
-        changes.append("as a measurement, not as an explanation: shuffled features fit as well or "
-                       f"better ({q.shuffled.min():.3f}–{q.shuffled.max():.3f})")
-    return changes
+    limited = ("with the quadratic kernel only: with an offset in k' no line through the "
+               "origin fits")
+    return "; ".join(filter(None, [limited if only else "", _shuffled_change(q)]))
+
+# %% ../../nbs/experiments/08_similarity.ipynb #d66a1d4f
+def _fits_in_words(fits: pd.DataFrame, bad: pd.Index) -> str: # bad: kernels that do not improve
+    "The fit of the quadratic kernel, and of kernels with a bad one."
+    q = fits.loc["quadratic"]
+    at_end = f"R² {q.end.min():.3f}–{q.end.max():.3f} at the end"
+    ours = f"{at_end} against {q.start.max():.3f} at M = I (quadratic kernel)"
+    others = ", ".join(f"{k} {fits.end[k].max():.3g}" for k in bad)
+    return f"{ours}; {others}" if others else ours
 
 # %% ../../nbs/experiments/08_similarity.ipynb #b4b70e00
 def judge_tau(r: Result) -> Judgement | None:
@@ -356,38 +388,38 @@ def judge_tau(r: Result) -> Judgement | None:
     if r.config["p"] < 61: return None
     fits = line_fits(r)
     improved, q = has_improved(fits), fits.loc["quadratic"]
-    bad = [f"{k} {fits.end[k].max():.3g}" for k in improved.index[~improved]]
-    at_end = f"R² {q.end.min():.3f}–{q.end.max():.3f} at the end"
-    ours = f"{at_end} against {q.start.max():.3f} at M = I (quadratic kernel)"
-    return judge(bool(improved["quadratic"]), "; ".join([ours, ", ".join(bad)] if bad else [ours]),
-                 fit_note(q), change="; ".join(_tau_changes(q, bool(bad))),
-                 units=tuple(r.where(task="add", method="fact")))
+    bad = improved.index[~improved]
+    return judge(bool(improved["quadratic"]), _fits_in_words(fits, bad), fit_note(q),
+                 _tau_change(q, len(bad) > 0), units=tuple(r.where(task="add", method="fact")))
 
 # %% ../../nbs/experiments/08_similarity.ipynb #0da0b0fa
 def block_correlations(r: Result) -> pd.Series: # by kernel and seed
     "Pearson correlation of the blocks of FACT and the NFA, addition on the same split."
     return pd.Series({k: pearson(*ab) for k, ab in block_couples(r).items()}, dtype=float)
 
+# %% ../../nbs/experiments/08_similarity.ipynb #d5fa60da
+def _generator(B: Tensor) -> Tensor: # p
+    "The means along the wrapped diagonals of a p × p block."
+    i = torch.arange(len(B))
+    diagonal = ((i[None] - i[:, None]) % len(B)).flatten()
+    return torch.zeros(len(B), dtype=B.dtype).index_add_(0, diagonal, B.flatten()) / len(B)
+
 # %% ../../nbs/experiments/08_similarity.ipynb #sm000003
-def frequency_moduli(B: Tensor # p × p
-                    ) -> Tensor: # (p − 1)/2
+def frequency_moduli(B: Tensor) -> Tensor: # (p − 1)/2
     "How strong each frequency of the nearest circulant is."
-    p = len(B)
-    i = torch.arange(p)
-    shift = ((i[None] - i[:, None]) % p).flatten()
-    generator = torch.zeros(p, dtype=B.dtype).index_add_(0, shift, B.flatten()) / p
-    return torch.fft.rfft(generator).abs()[1:]
+    return torch.fft.rfft(_generator(B)).abs()[1:]
+
+# %% ../../nbs/experiments/08_similarity.ipynb #51835b42
+def _blocks_of(r: Result, method: str) -> dict[tuple[str, int], Tensor]: # kernel, seed
+    "The blocks with which the addition ends."
+    return {(u.params["kernel"], u.params["seed"]): torch.from_numpy(u.arrays["block"])
+            for u in r.where(task="add", method=method)}
 
 # %% ../../nbs/experiments/08_similarity.ipynb #sm000005
 def block_couples(r: Result) -> dict[tuple[str, int], tuple[Tensor, Tensor]]: # kernel, seed
     "The blocks of FACT and of the NFA at the end of the addition, split by split."
-    found = {}
-    for u in r.where(task="add", method="fact"):
-        split = dict(kernel=u.params["kernel"], seed=u.params["seed"])
-        for v in r.where(task="add", method="nfa", **split):
-            A, B = (torch.from_numpy(w.arrays["block"]) for w in (u, v))
-            found[split["kernel"], split["seed"]] = A, B
-    return found
+    fact, nfa = _blocks_of(r, "fact"), _blocks_of(r, "nfa")
+    return {split: (A, nfa[split]) for split, A in fact.items() if split in nfa}
 
 # %% ../../nbs/experiments/08_similarity.ipynb #sm000006
 def moduli_of_blocks(r: Result) -> pd.Series: # by kernel and seed
@@ -395,26 +427,39 @@ def moduli_of_blocks(r: Result) -> pd.Series: # by kernel and seed
     pairs = block_couples(r).items()
     return pd.Series({k: pearson(*map(frequency_moduli, ab)) for k, ab in pairs}, dtype=float)
 
+# %% ../../nbs/experiments/08_similarity.ipynb #a0ddfbe4
+def _unevenness(B: Tensor) -> float: # B: p × p
+    "Standard deviation over mean of the moduli."
+    moduli = frequency_moduli(B)
+    return float(moduli.std() / moduli.mean())
+
 # %% ../../nbs/experiments/08_similarity.ipynb #sm000007
 def _spreads(r: Result) -> list[tuple[str, float, float]]: # method, lowest, highest
-    "How uneven the spectra are: standard deviation over mean of the moduli."
-    uneven = lambda B: float(frequency_moduli(B).std() / frequency_moduli(B).mean())
-    both = [tuple(map(uneven, ab)) for ab in block_couples(r).values()]
+    "How uneven the spectra of each method are."
+    both = [tuple(map(_unevenness, couple)) for couple in block_couples(r).values()]
     return [(m, min(s), max(s)) for m, s in zip(("FACT", "NFA"), zip(*both))]
+
+# %% ../../nbs/experiments/08_similarity.ipynb #69f9cc73
+def _by_kernel(s: pd.Series) -> str: # by kernel and seed
+    return ", ".join(f"{v:.2f} ({k})" for (k, _), v in s.items())
+
+# %% ../../nbs/experiments/08_similarity.ipynb #cd22a59f
+def _flat_note(r: Result) -> str:
+    "What the two blocks have in common, and what the paper says elsewhere."
+    spread = "; ".join(f"{m} {lo:.2f}–{hi:.2f}" for m, lo, hi in _spreads(r))
+    return (f"what they share is a flat spectrum (relative spread of the moduli: {spread}); "
+            "the paper also says that the two learn distinct transforms (grok-distinct), and "
+            "that is what we see")
 
 # %% ../../nbs/experiments/08_similarity.ipynb #a520fd14
 def judge_similar_features(r: Result) -> Judgement | None:
     "Do the blocks have the same frequencies on every split? Smaller moduli cannot say."
     raw, moduli = block_correlations(r), moduli_of_blocks(r)
     if raw.empty or r.config["p"] < 61: return None
-    listed = lambda s: ", ".join(f"{v:.2f} ({k})" for (k, _), v in s.items())
-    spread = "; ".join(f"{m} {lo:.2f}–{hi:.2f}" for m, lo, hi in _spreads(r))
-    return judge(moduli.min() >= threshold("sim-similar-features", "pearson"),
-                 f"pearson of the moduli of the Fourier coefficients {listed(moduli)}; of the "
-                 f"blocks themselves {listed(raw)}",
-                 f"what they share is a flat spectrum (relative spread of the moduli: {spread}); "
-                 "the paper also says that the two learn distinct transforms (grok-distinct), and "
-                 "that is what we see", units=tuple(r.where(task="add")))
+    ours = (f"pearson of the moduli of the Fourier coefficients {_by_kernel(moduli)}; of the "
+            f"blocks themselves {_by_kernel(raw)}")
+    return judge(moduli.min() >= threshold("sim-similar-features", "pearson"), ours,
+                 _flat_note(r), units=tuple(r.where(task="add")))
 
 # %% ../../nbs/experiments/08_similarity.ipynb #dada3b23
 def end_ranks(r: Result) -> pd.DataFrame: # a row per kernel
@@ -422,41 +467,63 @@ def end_ranks(r: Result) -> pd.DataFrame: # a row per kernel
     columns = ["k_inner", "k_near", "tau_inner", "tau_near"]
     return first_and_last(r)[1].groupby("kernel")[columns].min()
 
+# %% ../../nbs/experiments/08_similarity.ipynb #38b293d5
+def _rises(ranks: pd.DataFrame, factor: str) -> pd.Series: # of `end_ranks`; k or tau
+    "Does a factor rise with the inner product and with closeness? By kernel."
+    both = ranks[[f"{factor}_inner", f"{factor}_near"]]
+    return (both > threshold("sim-monotone", "spearman")).all(axis=1)
+
+# %% ../../nbs/experiments/08_similarity.ipynb #171a23c9
+def _ranks_in_words(ranks: pd.DataFrame) -> str: # of `end_ranks`
+    "Both rank correlations of both factors, by kernel."
+    text = "; ".join(f"{k}: k' {v.k_inner:.2f} and {v.k_near:.2f}, "
+                     f"τ {v.tau_inner:.2f} and {v.tau_near:.2f}" for k, v in ranks.iterrows())
+    return f"Spearman with the inner product and with closeness: {text}"
+
 # %% ../../nbs/experiments/08_similarity.ipynb #ba8e7dad
 def judge_ranks(r: Result) -> Judgement:
     "Do k' and τ rise with the inner product and with closeness?"
-    last, least = end_ranks(r), threshold("sim-monotone", "spearman")
-    k_rises = bool((last[["k_inner", "k_near"]] > least).all(axis=None))
-    tau_rises = (last[["tau_inner", "tau_near"]] > least).all(axis=1)
-    text = "; ".join(f"{k}: k' {v.k_inner:.2f} and {v.k_near:.2f}, "
-                     f"τ {v.tau_inner:.2f} and {v.tau_near:.2f}" for k, v in last.iterrows())
-    only = f"τ with the {' and '.join(tau_rises.index[tau_rises])} kernel only"
-    return judge(k_rises and bool(tau_rises.any()),
-                 f"Spearman with the inner product and with closeness: {text}",
-                 change="" if tau_rises.all() else only)
+    ranks = end_ranks(r)
+    k, tau = _rises(ranks, "k"), _rises(ranks, "tau")
+    only = f"τ with the {' and '.join(tau.index[tau])} kernel only"
+    return judge(bool(k.all() and tau.any()), _ranks_in_words(ranks),
+                 change="" if tau.all() else only)
 
 # %% ../../nbs/experiments/08_similarity.ipynb #7b0e9d57
-def course_of_objective(run: pd.DataFrame, # rows of one run
-                       ) -> pd.Series:
+def course_of_objective(run: pd.DataFrame) -> pd.Series: # run: its rows
     "Objective at M = I, at the end, the lowest, and the largest rise, relative to the start."
     o = run.sort_values("iter").objective.to_numpy()
     rise = max(0., np.diff(o).max() / o[0])
     return pd.Series(dict(start=o[0], end=o[-1], low=o.min(), rise=rise))
 
+# %% ../../nbs/experiments/08_similarity.ipynb #d0152696
+_ONE_RUN = ["task", "kernel", "method", "seed"] # what tells one run from another
+
 # %% ../../nbs/experiments/08_similarity.ipynb #b1bfe538
 def descent(r: Result) -> pd.DataFrame: # index (task, kernel, method, seed)
     "How the objective went, run by run."
-    runs = r.df.groupby(["task", "kernel", "method", "seed"])
-    return runs.apply(course_of_objective, include_groups=False)
+    return r.df.groupby(_ONE_RUN).apply(course_of_objective, include_groups=False)
 
 # %% ../../nbs/experiments/08_similarity.ipynb #abde96f3
-def has_descended(nfa: pd.DataFrame, # of `descent`, by task, kernel and seed
-                  fact: pd.DataFrame, # the same splits
-                 ) -> pd.Series:
+def has_descended(nfa: pd.DataFrame, fact: pd.DataFrame) -> pd.Series: # of `descent`, same splits
     "Did the NFA gain half of what FACT gains, without a rise on the way?"
     gained, wanted = nfa.start - nfa.end, fact.start - fact.end
     rise, part = (threshold("nfa-minimises", k) for k in ("rise", "gain"))
     return (nfa.rise <= rise) & (gained >= part * wanted)
+
+# %% ../../nbs/experiments/08_similarity.ipynb #24165310
+def _courses_in_words(nfa: pd.DataFrame, fact: pd.DataFrame) -> str: # of `descent`
+    "Where the objective begins and ends, by task and kernel."
+    return "; ".join(f"{t}, {k}: {g.start.mean():.1f} → {g.end.mean():.1f} "
+                     f"(FACT {fact.loc[(t, k)].end.mean():.1f})"
+                     for (t, k), g in nfa.groupby(level=[0, 1]))
+
+# %% ../../nbs/experiments/08_similarity.ipynb #a63cce38
+def _not_on(ok: pd.Series) -> str: # of `has_descended`; "" where all did
+    "The tasks on which the NFA did not descend."
+    bad = ok.index[~ok]
+    fails = sorted({f"add with the {k} kernel" if t == "add" else t for t, k, _ in bad})
+    return f"not on {', '.join(fails)}" if fails else ""
 
 # %% ../../nbs/experiments/08_similarity.ipynb #1290f4ad
 def judge_minimises(r: Result) -> Judgement:
@@ -464,12 +531,8 @@ def judge_minimises(r: Result) -> Judgement:
     d = descent(r)
     nfa, fact = d.xs("nfa", level="method"), d.xs("fact", level="method")
     ok = has_descended(nfa, fact)
-    text = "; ".join(f"{t}, {k}: {g.start.mean():.1f} → {g.end.mean():.1f} "
-                     f"(FACT {fact.loc[(t, k)].end.mean():.1f})"
-                     for (t, k), g in nfa.groupby(level=[0, 1]))
-    fails = sorted({f"add with the {k} kernel" if t == "add" else t for t, k, _ in ok.index[~ok]})
-    return judge(bool(ok.loc["add"].all()), f"objective along NFA-RFM: {text}",
-                 change=f"not on {', '.join(fails)}" if fails else "")
+    ours = f"objective along NFA-RFM: {_courses_in_words(nfa, fact)}"
+    return judge(bool(ok.loc["add"].all()), ours, change=_not_on(ok))
 
 # %% ../../nbs/experiments/08_similarity.ipynb #fed1814b
 judges = {"sim-tau-kprime": judge_tau, "sim-similar-features": judge_similar_features,
@@ -485,15 +548,22 @@ class ScatterPanel(NamedTuple):
     r2: float
 
 # %% ../../nbs/experiments/08_similarity.ipynb #7e99d602
-def scatter_panel(r: Result,
-                  kernel: str,
-                  at_end: bool, # or at M = I
-                 ) -> ScatterPanel:
+def scatter_panel(r: Result, kernel: str, at_end: bool) -> ScatterPanel: # or at M = I
     "The pairs that were kept of the addition by FACT, seed 0."
     u, = r.where(task="add", kernel=kernel, method="fact", seed=0)
     row = first_and_last(r)[at_end].loc[(kernel, 0)]
     name, moment = ("pairs_end", "end") if at_end else ("pairs_start", "$M=I$")
     return ScatterPanel(f"{kernel}, {moment}", u.arrays[name], row.slope, row.r2)
+
+# %% ../../nbs/experiments/08_similarity.ipynb #b1d913c3
+def _draw_scatter(ax: plt.Axes, panel: ScatterPanel) -> None:
+    "The pairs of one panel, with the best line through the origin."
+    x, y = panel.pairs
+    ends = np.array([x.min(), x.max()])
+    ax.plot(x, y, ".", ms=3, alpha=.4, color=COLOURS["FACT"])
+    ax.plot(ends, panel.slope * ends, color="black", lw=1)
+    ax.set(title=f"{panel.title}\n$R^2$ = {panel.r2:.3g}", xlabel=r"$k'(x_i^\top Mx_j)$")
+    ax.ticklabel_format(useOffset=False)
 
 # %% ../../nbs/experiments/08_similarity.ipynb #df5ef8d4
 def draw_tau(r: Result) -> plt.Figure:
@@ -503,12 +573,7 @@ def draw_tau(r: Result) -> plt.Figure:
     with style():
         fig, axes = plt.subplots(1, len(panels), figsize=(WIDTH, 2.7), squeeze=False)
         for ax, panel in zip(axes[0], panels):
-            x, y = panel.pairs
-            ends = np.array([x.min(), x.max()])
-            ax.plot(x, y, ".", ms=3, alpha=.4, color=COLOURS["FACT"])
-            ax.plot(ends, panel.slope * ends, color="black", lw=1)
-            ax.set(title=f"{panel.title}\n$R^2$ = {panel.r2:.3g}", xlabel=r"$k'(x_i^\top Mx_j)$")
-            ax.ticklabel_format(useOffset=False)
+            _draw_scatter(ax, panel)
         axes[0, 0].set_ylabel(r"$\tau_{ij}$")
     return fig
 
@@ -518,17 +583,29 @@ COURSE = dict(r2=("$R^2$", "FACT"), r2_shuffled=("$R^2$, shuffled", "AGOP"),
               test_acc=("test accuracy", "other")) # column → label, look
 
 # %% ../../nbs/experiments/08_similarity.ipynb #acdaa82b
-def course_table(r: Result,
-                 task: str,
-                ) -> pd.DataFrame: # index: iteration; the columns of COURSE
+def course_table(r: Result, task: str) -> pd.DataFrame: # by iteration
     "What is drawn of one run of FACT-RFM with the quadratic kernel."
-    d = r.df[(r.df.task == task) & (r.df.kernel == "quadratic") & (r.df.method == "fact")]
-    return d[d.seed == 0].set_index("iter").sort_index()[list(COURSE)]
+    d = _looks(r, task, "fact")
+    one = d[(d.kernel == "quadratic") & (d.seed == 0)]
+    return one.set_index("iter").sort_index()[list(COURSE)]
 
 # %% ../../nbs/experiments/08_similarity.ipynb #0bb6164a
 def small(kind: str) -> dict[str, Any]: # one of the kinds of `look`
     "The look of a kind, for narrow panels."
     return look(kind) | dict(markersize=3, linewidth=1.2)
+
+# %% ../../nbs/experiments/08_similarity.ipynb #0ea9f00b
+def _draw_course_of(ax: plt.Axes, table: pd.DataFrame) -> None: # of `course_table`
+    "The lines of one task."
+    for column, (label, kind) in COURSE.items():
+        ax.plot(table.index, table[column], **small(kind), label=label)
+    ax.set(xlabel="iteration", ylim=(-.03, 1.03))
+
+# %% ../../nbs/experiments/08_similarity.ipynb #7fc584f1
+def _legend_above(fig: plt.Figure, ax: plt.Axes, columns: int) -> None:
+    "One legend for all panels, from the lines of one of them."
+    fig.legend(*ax.get_legend_handles_labels(), fontsize=8, loc="outside upper center",
+               ncol=columns)
 
 # %% ../../nbs/experiments/08_similarity.ipynb #9fff2b7a
 def draw_course(r: Result) -> plt.Figure:
@@ -537,19 +614,16 @@ def draw_course(r: Result) -> plt.Figure:
     with style():
         fig, axes = plt.subplots(1, len(tasks), figsize=(WIDTH, 2.7), sharey=True, squeeze=False)
         for ax, t in zip(axes[0], tasks):
-            table = course_table(r, t)
-            for column, (label, kind) in COURSE.items():
-                ax.plot(table.index, table[column], **small(kind), label=label)
-            ax.set(title=TASK_NAMES[t], xlabel="iteration", ylim=(-.03, 1.03))
-        fig.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8,
-                   loc="outside upper center", ncol=5)
+            _draw_course_of(ax, course_table(r, t))
+            ax.set(title=TASK_NAMES[t])
+        _legend_above(fig, axes[0, 0], columns=5)
     return fig
 
 # %% ../../nbs/experiments/08_similarity.ipynb #c789c2be
 def relative_objective(r: Result) -> pd.DataFrame: # a row per look, with `relative`
     "The objective of each run relative to its own value at M = I."
     d = r.df.sort_values("iter")
-    start = d.groupby(["task", "kernel", "method", "seed"]).objective.transform("first")
+    start = d.groupby(_ONE_RUN).objective.transform("first")
     return d.assign(relative=d.objective / start)
 
 # %% ../../nbs/experiments/08_similarity.ipynb #0bcd5e2e
@@ -557,15 +631,28 @@ OBJECTIVE_PANELS = (("add", "quadratic"), ("add", "exponential"), ("add", "gauss
                     ("mul", "quadratic"), ("parity", "quadratic")) # task, kernel
 
 # %% ../../nbs/experiments/08_similarity.ipynb #6078f5c4
-def draw_descent(ax: plt.Axes,
-                 runs: pd.DataFrame, # of `relative_objective`: one task and kernel
-                ) -> None:
-    "FACT and the NFA, a line a split."
+def draw_descent(ax: plt.Axes, runs: pd.DataFrame) -> None: # rows of one task and kernel
+    "The relative objective of FACT and the NFA, a line a split."
     for m, kind, name in (("fact", "FACT", "FACT"), ("nfa", "AGOP", "NFA")):
         for seed, g in runs[runs.method == m].groupby("seed"):
             ax.plot(g.iter, g.relative, **small(kind), label=None if seed else name)
     ax.set(xlabel="iteration")
     ax.tick_params(labelsize=7)
+
+# %% ../../nbs/experiments/08_similarity.ipynb #cc8377e8
+def _logarithmic(ax: plt.Axes) -> None:
+    "An axis for an objective that falls to a fifth and rises to double."
+    ax.set(yscale="log", yticks=[.2, .5, 1, 2], yticklabels=[".2", ".5", "1", "2"])
+    ax.minorticks_off()
+
+# %% ../../nbs/experiments/08_similarity.ipynb #c956a75e
+def _draw_descent_of(ax: plt.Axes, d: pd.DataFrame, task: str, kernel: str) -> None:
+    "The panel of one task and kernel; narrow, so multiplication is abbreviated."
+    draw_descent(ax, d[(d.task == task) & (d.kernel == kernel)])
+    short = "multiplic." if task == "mul" else TASK_NAMES[task]
+    ax.set(title=f"{short}\n{kernel}")
+    if task == "parity":
+        _logarithmic(ax)
 
 # %% ../../nbs/experiments/08_similarity.ipynb #97f99e81
 def draw_objective(r: Result) -> plt.Figure:
@@ -574,16 +661,10 @@ def draw_objective(r: Result) -> plt.Figure:
     panels = [c for c in OBJECTIVE_PANELS if c in set(zip(d.task, d.kernel))]
     with style():
         fig, axes = plt.subplots(1, len(panels), figsize=(WIDTH, 2.5), squeeze=False)
-        for ax, (t, k) in zip(axes[0], panels):
-            draw_descent(ax, d[(d.task == t) & (d.kernel == k)])
-            short = "multiplic." if t == "mul" else TASK_NAMES[t]
-            ax.set(title=f"{short}\n{k}")
-            if t != "parity": continue
-            ax.set(yscale="log", yticks=[.2, .5, 1, 2], yticklabels=[".2", ".5", "1", "2"])
-            ax.minorticks_off()
+        for ax, (task, kernel) in zip(axes[0], panels):
+            _draw_descent_of(ax, d, task, kernel)
         axes[0, 0].set_ylabel("objective / value at $M=I$")
-        fig.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8,
-                   loc="outside upper center", ncol=2)
+        _legend_above(fig, axes[0, 0], columns=2)
     return fig
 
 # %% ../../nbs/experiments/08_similarity.ipynb #b1e1c71d
@@ -624,8 +705,7 @@ def sizes(config: Mapping[str, Any], unit: Mapping[str, Any]) -> dict[str, float
 # %% ../../nbs/experiments/08_similarity.ipynb #532f43b3
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
-    own = unit["task"] == "add"
-    p, share = (cfg.p, cfg.fraction) if own else (cfg.other_p, cfg.other_fraction)
+    p, share = _pairs_of(cfg, unit["task"])
     iters = cfg.nfa_iters if unit["method"] == "nfa" else cfg.iters
     n = 1000 if unit["task"] == "parity" else int(p**2 * share)
     return fit_work(n, 2 * p, p, 2. * (iters + 1), matrices=6., agop=True)

@@ -15,26 +15,27 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Callable, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
 from ..runtime import dtype_for, one_thread
 from ..data.cache import available
 from ..data.uci import META, MISSING, STAND_INS, Table, load, stand_in
 from ..figures import WIDTH, look, style
 from ..lab.claims import threshold
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output, judge
-from ..lab.experiment import require
+from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
 from ..lab.marks import Decide, resting_on
 from ..lab.statistics import friedman, gain_estimate, interval, versus
 from ..lab.needs import Work
 from ..lab.store import Result
 from ..machines.batched import METHODS, Memo, Rules, leak_free, published
-from typing import Any, Callable, NamedTuple
 
 # %% ../../nbs/experiments/10_tabular.ipynb #6b249f9a
 @dataclass(frozen=True)
@@ -52,21 +53,28 @@ class Config:
     bandwidth: float = 10. # of the Laplace kernel
     stand_in: bool = False # without the corpus: scikit-learn's tables, and no connection
 
-    def check(self) -> None: _check(self)
+    def check(self) -> None:
+        "Raise a UsageError for settings that cannot work."
+        _check_names(self)
+        _check_numbers(self)
 
 # %% ../../nbs/experiments/10_tabular.ipynb #4e90580c
 BASELINES = dict(forest="random forest", boosting="gradient boosting",
                  logistic="logistic regression", svm="SVM (RBF)", xrfm="xRFM")
 
-# %% ../../nbs/experiments/10_tabular.ipynb #2563477a
-def _check(cfg: Config) -> None:
-    "A UsageError for settings that cannot work."
+# %% ../../nbs/experiments/10_tabular.ipynb #6583b507
+def _check_names(cfg: Config) -> None:
+    "Methods, baselines and tables."
     require(bool(cfg.methods) and set(cfg.methods) <= set(METHODS),
             f"methods must be among {', '.join(METHODS)}")
     require(set(cfg.baselines) <= set(BASELINES),
             f"baselines must be among {', '.join(BASELINES)}")
     require(set(cfg.tables) | set(cfg.skip) <= set(META) | set(STAND_INS),
             "tables and skip take names from fact_nb.data.uci.datasets()")
+
+# %% ../../nbs/experiments/10_tabular.ipynb #b2d673c4
+def _check_numbers(cfg: Config) -> None:
+    "Ridges, updates, bandwidth and size."
     require(min(cfg.ridges, default=0) > 0, "ridges must be positive")
     require(cfg.iters >= 0 and cfg.bandwidth > 0 and cfg.max_n >= 1,
             "iters must not be negative, bandwidth and max_n must be positive")
@@ -82,12 +90,22 @@ presets = dict(
     cpu=Config(skip=("connect-4",), baselines=tuple(BASELINES)),
     paper=Config())
 
+# %% ../../nbs/experiments/10_tabular.ipynb #adf0a09d
+def _stands_in(cfg: Config) -> bool:
+    "Are scikit-learn's tables taken, because the corpus is not at hand?"
+    return cfg.stand_in and not available("uci")
+
+# %% ../../nbs/experiments/10_tabular.ipynb #662e57dc
+def _wanted(cfg: Config) -> list[str]:
+    "The named tables of the corpus, or all, without those to skip and those too large."
+    named = [k for k in (cfg.tables or META) if k in META and k not in cfg.skip]
+    return [k for k in named if META[k].n <= cfg.max_n]
+
 # %% ../../nbs/experiments/10_tabular.ipynb #1f67fa65
 def tables_of(cfg: Config) -> list[str]: # from small to large
     "The tables of a run; scikit-learn's own where the corpus is absent and a stand-in may serve."
-    if cfg.stand_in and not available("uci"): return [k for k in STAND_INS if k != "digits"]
-    wanted = [k for k in (cfg.tables or META) if k in META and k not in cfg.skip]
-    return sorted((k for k in wanted if META[k].n <= cfg.max_n), key=lambda k: (META[k].n, k))
+    if _stands_in(cfg): return [k for k in STAND_INS if k != "digits"]
+    return sorted(_wanted(cfg), key=lambda k: (META[k].n, k))
 
 # %% ../../nbs/experiments/10_tabular.ipynb #13e5a8b4
 class TableSize(NamedTuple):
@@ -107,47 +125,58 @@ def rows_in(name: str) -> int:
     "How many rows a table of the benchmark has."
     return size_of_table(name).n
 
+# %% ../../nbs/experiments/10_tabular.ipynb #1c39f29f
+def _protocols(cfg: Config, name: str) -> list[str]:
+    "The protocols of a table."
+    return ["published"] + ["leak-free"] * (rows_in(name) <= cfg.leak_free_n)
+
 # %% ../../nbs/experiments/10_tabular.ipynb #6f25227e
 def _exams(cfg: Config, tables: list[str]) -> list[dict[str, str]]:
-    "Each table by the published protocol and, up to `leak_free_n` rows, without the leak."
-    def protocols(name: str) -> list[str]:
-        return ["published"] + ["leak-free"] * (rows_in(name) <= cfg.leak_free_n)
-    return [dict(protocol=p, table=k) for k in tables for p in protocols(k)]
+    "Each table under its protocols."
+    return [dict(protocol=p, table=k) for k in tables for p in _protocols(cfg, k)]
+
+# %% ../../nbs/experiments/10_tabular.ipynb #826b62f3
+def _is_installed(baseline: str) -> bool:
+    "Can this baseline be run? All but xRFM come with scikit-learn."
+    return baseline != "xrfm" or importlib.util.find_spec("xrfm") is not None
 
 # %% ../../nbs/experiments/10_tabular.ipynb #cbe73cac
 def _baseline_units(cfg: Config, tables: list[str]) -> list[dict[str, str]]:
     "Every baseline that is installed, on the tables of at most `baseline_n` rows."
-    installed = [b for b in cfg.baselines if b != "xrfm" or importlib.util.find_spec("xrfm")]
     small = [k for k in tables if rows_in(k) <= cfg.baseline_n]
-    return [dict(protocol="baseline", table=k, method=b) for b in installed for k in small]
+    return [dict(protocol="baseline", table=k, method=b)
+            for b in filter(_is_installed, cfg.baselines) for k in small]
 
 # %% ../../nbs/experiments/10_tabular.ipynb #122f19b2
 def units(cfg: Config) -> list[dict[str, str]]:
-    "Is the corpus whole? Then the tables under each protocol, then the baselines."
+    "The corpus as a whole, tables under each protocol, then the baselines."
     tables = tables_of(cfg)
     corpus = [dict(protocol="corpus")] if tables and not cfg.stand_in else []
     return corpus + _exams(cfg, tables) + _baseline_units(cfg, tables)
 
 # %% ../../nbs/experiments/10_tabular.ipynb #c37888a6
-def table_fit(n: int, # rows
-              d: int, # columns
-              c: int, # classes
-              matrices: float = 2.2, # n × n, held at once: K and C, or K alone
-             ) -> Work:
+def table_fit(
+    n: int, # rows
+    d: int, # columns
+    c: int, # classes
+    matrices: float = 2.2, # n × n, held at once: K and C, or K alone
+) -> Work:
     "One fit with its update, averaged over the three learners."
     products = n * n * (700. + 2 * d + 2 * c + d * c)
     factor = n**3 / 4 * (.6 if 4000 <= n <= 25_000 else 1.) # in float32 where that pays
     return Work(flops64=products + factor, steps=170, bytes=matrices * 8 * n * n)
 
+# %% ../../nbs/experiments/10_tabular.ipynb #6688bc16
+def _fits_of_search(cfg: Config) -> int:
+    "Fits that one search over the grid takes; kernel regression has no updates."
+    learners = sum(m != "kernel" for m in cfg.methods)
+    return 2 * len(cfg.ridges) * cfg.iters * learners + 10
+
 # %% ../../nbs/experiments/10_tabular.ipynb #89d1dc2c
-def exam_work(cfg: Config,
-              protocol: str, # published or leak-free
-              size: TableSize,
-             ) -> Work:
+def exam_work(cfg: Config, protocol: str, size: TableSize) -> Work: # published or leak-free
     "The searches of all methods on one table, and their scores."
     n, d, c = size
-    learners = sum(m != "kernel" for m in cfg.methods)
-    fits = 2 * len(cfg.ridges) * cfg.iters * learners + 10
+    fits = _fits_of_search(cfg)
     scored = table_fit(3 * n // 4, d, c, matrices=1.2) # no update, no coefficients
     if protocol == "published": return table_fit(n // 2, d, c) * fits + scored * 14
     return (table_fit(3 * n // 8, d, c) * fits + scored * 9) * 4
@@ -155,14 +184,17 @@ def exam_work(cfg: Config,
 # %% ../../nbs/experiments/10_tabular.ipynb #543bef7c
 BASELINES_ON_HOST = "scikit-learn's classifiers compute on the CPU"
 
+def _baseline_work(method: str) -> Work:
+    "The two ensembles of trees take the longest."
+    slow = method in ("forest", "boosting")
+    return Work(steps=4e6 if slow else 3e4, cpu_only=BASELINES_ON_HOST)
+
+# %% ../../nbs/experiments/10_tabular.ipynb #6ebb76de
 def work(cfg: Config, unit: dict[str, str]) -> Work:
     "What a unit asks of a machine."
     if unit["protocol"] == "corpus": return Work(steps=2.5e6, cpu_only="files are read")
-    size = size_of_table(unit["table"])
-    if unit["protocol"] == "baseline":
-        slow = unit["method"] in ("forest", "boosting")
-        return Work(steps=4e6 if slow else 3e4, cpu_only=BASELINES_ON_HOST)
-    return exam_work(cfg, unit["protocol"], size)
+    if unit["protocol"] == "baseline": return _baseline_work(unit["method"])
+    return exam_work(cfg, unit["protocol"], size_of_table(unit["table"]))
 
 # %% ../../nbs/experiments/10_tabular.ipynb #79b0d55c
 def batch(cfg: Config, unit: dict[str, str]) -> bool:
@@ -172,7 +204,7 @@ def batch(cfg: Config, unit: dict[str, str]) -> bool:
 # %% ../../nbs/experiments/10_tabular.ipynb #bc25b315
 def read_table(cfg: Config, name: str) -> Table:
     "A table of the corpus, or its stand-in; ValueError when its file is damaged."
-    if cfg.stand_in and not available("uci"): return stand_in(name)
+    if _stands_in(cfg): return stand_in(name)
     return load(name, download=not cfg.stand_in)
 
 # %% ../../nbs/experiments/10_tabular.ipynb #5f6a7fdd
@@ -190,18 +222,13 @@ def _with_spread(row: dict[str, Any]) -> dict[str, Any]: # row: of a protocol
     return rest | dict(spread=float(np.std(row["folds"])))
 
 # %% ../../nbs/experiments/10_tabular.ipynb #96537b29
-def examine(cfg: Config,
-            unit: dict[str, str], # its protocol
-            T: Table,
-            ctx: Context,
-           ) -> list[dict[str, Any]]:
+def examine(cfg: Config, unit: dict[str, str], T: Table, ctx: Context) -> list[dict[str, Any]]:
     "The four methods on one table under one protocol."
     rules = Rules(cfg.methods, cfg.ridges, cfg.iters, cfg.bandwidth)
     protocol = published if unit["protocol"] == "published" else leak_free
     with ctx.bar(None, desc=T.name) as bar:
         memo = Memo(ctx.scratch / "memo.pt", f"{rules} {unit} {T.X.dtype}", bar=bar)
-        rows = protocol(rules, T, memo)
-    return [_with_spread(row) for row in rows]
+        return [_with_spread(row) for row in protocol(rules, T, memo)]
 
 # %% ../../nbs/experiments/10_tabular.ipynb #6ce5d552
 def damaged_tables() -> dict[str, str]: # name → what is wrong with it
@@ -230,6 +257,12 @@ def _examined(cfg: Config, unit: dict[str, str], T: Table, ctx: Context) -> list
         if unit["protocol"] == "baseline": return baseline(unit["method"], T)
         return examine(cfg, unit, T, ctx)
 
+# %% ../../nbs/experiments/10_tabular.ipynb #d091e9bf
+def _facts_of(T: Table) -> dict[str, Any]:
+    "The size of a table and where it comes from, which stand in each of its rows."
+    source = "corpus" if T.name in META and available("uci") else "scikit-learn"
+    return dict(n=len(T.X), d=T.X.shape[1], c=T.n_classes, source=source)
+
 # %% ../../nbs/experiments/10_tabular.ipynb #7c3ea415
 def run_unit(cfg: Config, unit: dict[str, str], ctx: Context) -> Output:
     "Count the tables, or examine one of them."
@@ -238,9 +271,7 @@ def run_unit(cfg: Config, unit: dict[str, str], ctx: Context) -> Output:
         T = table_on(read_table(cfg, unit["table"]), ctx.device)
     except ValueError as e:
         return Output([dict(damaged=str(e))], retry=str(e))
-    source = "corpus" if T.name in META and available("uci") else "scikit-learn"
-    about = dict(n=len(T.X), d=T.X.shape[1], c=T.n_classes, source=source)
-    return Output([row | about for row in _examined(cfg, unit, T, ctx)])
+    return Output([row | _facts_of(T) for row in _examined(cfg, unit, T, ctx)])
 
 # %% ../../nbs/experiments/10_tabular.ipynb #9c2faabe
 def boosting() -> Any: # with scikit-learn's fit and predict
@@ -254,18 +285,21 @@ def boosting() -> Any: # with scikit-learn's fit and predict
     from sklearn.ensemble import HistGradientBoostingClassifier
     return HistGradientBoostingClassifier(random_state=0)
 
+# %% ../../nbs/experiments/10_tabular.ipynb #a09f7b24
+def _with_validation(X: np.ndarray, y: np.ndarray) -> list[Tensor]:
+    "Inputs and labels to train on, then those to validate on."
+    from sklearn.model_selection import train_test_split
+    parts = train_test_split(np.arange(len(y)), test_size=.2, random_state=0)
+    return [t for rows in parts
+            for t in (torch.from_numpy(X[rows]).float(), torch.from_numpy(y[rows]).long())]
+
 # %% ../../nbs/experiments/10_tabular.ipynb #e964d043
 class XRFM:
     "xRFM with scikit-learn's fit and predict."
     def fit(self, X: np.ndarray, y: np.ndarray) -> "XRFM":
-        from sklearn.model_selection import train_test_split
         from xrfm import xRFM
-        parts = train_test_split(np.arange(len(y)), test_size=.2, random_state=0)
-        data = []
-        for rows in parts:
-            data += [torch.from_numpy(X[rows]).float(), torch.from_numpy(y[rows]).long()]
         self.machine = xRFM(device=torch.device("cpu"), tuning_metric="accuracy", verbose=False)
-        self.machine.fit(*data)
+        self.machine.fit(*_with_validation(X, y))
         return self
 
     def predict(self, X: np.ndarray) -> np.ndarray:
@@ -288,15 +322,18 @@ def library_of(name: str) -> str:
     if name == "xrfm": return "xrfm"
     return type(classifier(name)).__module__.split(".")[0]
 
+# %% ../../nbs/experiments/10_tabular.ipynb #566f9f7e
+def _score(name: str, X: np.ndarray, y: np.ndarray, split: tuple[Tensor, Tensor]) -> float:
+    "What a baseline gets right on the test rows of one split."
+    train, test = (rows.cpu().numpy() for rows in split)
+    machine = classifier(name).fit(X[train], y[train])
+    return float((machine.predict(X[test]) == y[test]).mean())
+
 # %% ../../nbs/experiments/10_tabular.ipynb #b572f56d
 def split_accuracies(name: str, T: Table) -> list[float]: # one a split
     "What a baseline gets right on the test rows of each split."
-    X, y, scores = T.X.cpu().numpy(), T.y.cpu().numpy(), []
-    for split in T.folds:
-        train, test = (rows.cpu().numpy() for rows in split)
-        machine = classifier(name).fit(X[train], y[train])
-        scores.append(float((machine.predict(X[test]) == y[test]).mean()))
-    return scores
+    X, y = T.X.cpu().numpy(), T.y.cpu().numpy()
+    return [_score(name, X, y, split) for split in T.folds]
 
 # %% ../../nbs/experiments/10_tabular.ipynb #aab4b48f
 def baseline(name: str, T: Table) -> list[dict[str, Any]]: # one row
@@ -337,10 +374,7 @@ def summary(wide: pd.DataFrame) -> pd.DataFrame: # one row a method
         best=wide.ge(best - 1e-9, axis=0).sum()))
 
 # %% ../../nbs/experiments/10_tabular.ipynb #14f4dcba
-def against(wide: pd.DataFrame, # tables × methods
-            a: str, # a method
-            b: str, # another
-           ) -> dict[str, Any]:
+def against(wide: pd.DataFrame, a: str, b: str) -> dict[str, Any]: # wide: tables × methods
     "Method a against b: difference with interval, wins, ties, losses, Wilcoxon's p."
     return asdict(versus(wide, a, b))
 
@@ -362,20 +396,26 @@ def left_out_tables(r: Result) -> str: # "" where none is
     left = ", ".join(r.config.get("skip", ()))
     return f"without {left}, which was not run" if left else ""
 
+# %% ../../nbs/experiments/10_tabular.ipynb #5d7f3e3d
+def _mean_note(r: Result, method: str) -> str:
+    "Which tables are missing, and what the mean is without the leak."
+    return "; ".join(t for t in (left_out_tables(r), without_the_leak(r, method)) if t)
+
+# %% ../../nbs/experiments/10_tabular.ipynb #7bdb9093
+def _mean_estimate(values: pd.Series) -> Estimate: # one a table
+    "A mean accuracy with its interval."
+    m, low, high = interval(values.to_numpy())
+    return Estimate("mean accuracy, %", m, low, high, runs=len(values), over="tables")
+
 # %% ../../nbs/experiments/10_tabular.ipynb #81d396ef
-def judge_mean(r: Result,
-               id: str, # of the claim
-               method: str,
-              ) -> Judgement | None:
+def judge_mean(r: Result, id: str, method: str) -> Judgement | None: # id: of the claim
     "Is the mean within half a point of the printed one?"
     wide = marks(r)
     if len(wide) < 119 or method not in wide: return None
-    m, low, high = interval(wide[method].to_numpy())
-    notes = [left_out_tables(r), without_the_leak(r, method)]
-    return judge(abs(m - PAPER_MEANS[method]) <= threshold(id, "points"),
-                 f"{m:.2f} % over {len(wide)} tables", "; ".join(t for t in notes if t),
-                 estimates=(Estimate("mean accuracy, %", m, low, high, runs=len(wide),
-                                     over="tables"),))
+    mean = _mean_estimate(wide[method])
+    return judge(abs(mean.value - PAPER_MEANS[method]) <= threshold(id, "points"),
+                 f"{mean.value:.2f} % over {len(wide)} tables", _mean_note(r, method),
+                 estimates=(mean,))
 
 # %% ../../nbs/experiments/10_tabular.ipynb #5a059b16
 LEARNERS = ("nfa", "fact", "geometric")
@@ -391,18 +431,31 @@ def _in_points(d: dict[str, Any]) -> str: # of `against`
     "A difference with its interval."
     return f"{d['difference']:+.2f} points [{d['low']:+.2f}, {d['high']:+.2f}]"
 
+# %% ../../nbs/experiments/10_tabular.ipynb #150f7ed7
+def _on_a_par(d: dict[str, Any]) -> bool: # of `against`
+    "Is a difference small, and may it be zero?"
+    most = threshold("tab-parity-of-methods", "points")
+    return abs(d["difference"]) <= most and d["low"] <= 0 <= d["high"]
+
+# %% ../../nbs/experiments/10_tabular.ipynb #844347cb
+def _gain_estimates(wide: pd.DataFrame, *over: tuple[str, str]) -> tuple[Estimate, ...]:
+    "What one method has over another, for each pair."
+    return tuple(gain_estimate(versus(wide, a, b)) for a, b in over)
+
+# %% ../../nbs/experiments/10_tabular.ipynb #16c0b05d
+def _counts(d: dict[str, Any]) -> str: # of `against`, FACT against another
+    "On how many tables FACT is ahead."
+    return f"FACT wins {d['wins']}, ties {d['ties']}, loses {d['losses']}"
+
 # %% ../../nbs/experiments/10_tabular.ipynb #09f143f4
 def judge_parity(r: Result) -> Judgement | None:
     "Do FACT and NFA do equally well?"
     wide = marks(r)
     if not _comparable(wide, *LEARNERS): return None
     fact, geometric = against(wide, "fact", "nfa"), against(wide, "geometric", "nfa")
-    most = threshold("tab-parity-of-methods", "points")
-    near = abs(fact["difference"]) <= most and fact["low"] <= 0 <= fact["high"]
-    note = (f"geometric {_in_points(geometric)}; FACT wins {fact['wins']}, "
-            f"ties {fact['ties']}, loses {fact['losses']}")
-    each = tuple(gain_estimate(versus(wide, m, "nfa")) for m in ("fact", "geometric"))
-    return judge(near, f"{_in_points(fact)} over {len(wide)} tables", note, estimates=each)
+    return judge(_on_a_par(fact), f"{_in_points(fact)} over {len(wide)} tables",
+                 f"geometric {_in_points(geometric)}; {_counts(fact)}",
+                 estimates=_gain_estimates(wide, ("fact", "nfa"), ("geometric", "nfa")))
 
 # %% ../../nbs/experiments/10_tabular.ipynb #de42f2e5
 def gains_over_kernel(wide: pd.DataFrame) -> dict[str, dict[str, Any]]: # learner → of `against`
@@ -421,19 +474,29 @@ def _clear(gained: dict[str, dict[str, Any]]) -> bool: # of `gains_over_kernel`
     points, p = (threshold("tab-beats-kernel", k) for k in ("points", "p"))
     return all(a["p"] < p and a["difference"] >= points for a in gained.values())
 
+# %% ../../nbs/experiments/10_tabular.ipynb #2a336b4a
+class _Honest(NamedTuple):
+    "What the leak-free protocol adds to a verdict."
+    note: str = "" # the gains, where it was run on enough tables
+    change: str = "" # set where the gains are not clear without the leak
+
+# %% ../../nbs/experiments/10_tabular.ipynb #96919ec4
+def _honest_gains(free: pd.DataFrame) -> _Honest: # leak-free marks
+    "What remains of the gains without the leak."
+    if not _comparable(free, "kernel", *LEARNERS): return _Honest()
+    gained = gains_over_kernel(free)
+    return _Honest(f"without the leak, {len(free)} tables: {_listed_gains(gained)}",
+                   "" if _clear(gained) else "under the published protocol, which leaks")
+
 # %% ../../nbs/experiments/10_tabular.ipynb #e17547a9
 def judge_beats(r: Result) -> Judgement | None:
     "Do the learners beat kernel regression, and do they without the leak?"
-    wide, free = marks(r), marks(r, "leak-free")
+    wide = marks(r)
     if not _comparable(wide, "kernel", *LEARNERS): return None
-    gained, note, change = gains_over_kernel(wide), "", ""
-    if _comparable(free, "kernel", *LEARNERS):
-        honest = gains_over_kernel(free)
-        note = f"without the leak, {len(free)} tables: {_listed_gains(honest)}"
-        change = "" if _clear(honest) else "under the published protocol, which leaks"
-    each = tuple(gain_estimate(versus(wide, m, "kernel")) for m in LEARNERS)
-    return judge(_clear(gained), f"{_listed_gains(gained)}, {len(wide)} tables", note, change,
-                 estimates=each)
+    gained, honest = gains_over_kernel(wide), _honest_gains(marks(r, "leak-free"))
+    return judge(_clear(gained), f"{_listed_gains(gained)}, {len(wide)} tables",
+                 honest.note, honest.change,
+                 estimates=_gain_estimates(wide, *((m, "kernel") for m in LEARNERS)))
 
 # %% ../../nbs/experiments/10_tabular.ipynb #781bbb33
 def judge_count(r: Result) -> Judgement | None:
@@ -453,18 +516,18 @@ def judge_keeps(r: Result) -> Judgement | None:
     a = against(wide, "geometric", "fact")
     return judge(a["difference"] >= threshold("rfm-geom-keeps", "points"),
                  f"tables: {_in_points(a)} against plain, {len(wide)} tables",
-                 estimates=(gain_estimate(versus(wide, "geometric", "fact")),))
+                 estimates=_gain_estimates(wide, ("geometric", "fact")))
+
+# %% ../../nbs/experiments/10_tabular.ipynb #32f90510
+_MEANS = {"tab-fact-plain": "fact", "tab-fact-geom": "geometric", "tab-nfa": "nfa",
+          "tab-kernel": "kernel"} # claim → whose mean it is about
 
 # %% ../../nbs/experiments/10_tabular.ipynb #5ef184d3
-judges: dict[str, Decide] = {
-          "tab-fact-plain": lambda r: judge_mean(r, "tab-fact-plain", "fact"),
-          "tab-fact-geom": lambda r: judge_mean(r, "tab-fact-geom", "geometric"),
-          "tab-nfa": lambda r: judge_mean(r, "tab-nfa", "nfa"),
-          "tab-kernel": lambda r: judge_mean(r, "tab-kernel", "kernel"),
-          "tab-parity-of-methods": judge_parity, "tab-beats-kernel": judge_beats,
-          "tab-count": judge_count, "rfm-geom-keeps": judge_keeps}
-judges = {id: decide if id == "tab-count" else resting_on(decide, protocol=("published",))
-          for id, decide in judges.items()}
+judges: dict[str, Decide] = {id: partial(judge_mean, id=id, method=m) for id, m in _MEANS.items()}
+judges |= {"tab-parity-of-methods": judge_parity, "tab-beats-kernel": judge_beats,
+           "tab-count": judge_count, "rfm-geom-keeps": judge_keeps}
+judges |= {id: resting_on(decide, protocol=("published",))
+           for id, decide in judges.items() if id != "tab-count"}
 
 # %% ../../nbs/experiments/10_tabular.ipynb #ee282250
 def far_apart(wide: pd.DataFrame) -> list[str]: # at most six
@@ -473,11 +536,8 @@ def far_apart(wide: pd.DataFrame) -> list[str]: # at most six
     return list(gap[gap > 3].index[:6])
 
 # %% ../../nbs/experiments/10_tabular.ipynb #d4ea5260
-def _names_below(placed: list[tuple[float, float]], # points that have their names
-                 x: float,
-                 y: float,
-                ) -> int:
-    "How many names stand where the name of this point would."
+def _names_below(placed: list[tuple[float, float]], x: float, y: float) -> int:
+    "How many names of placed points stand where the name of this point would."
     return sum(abs(v - y) < 3 and abs(u - x) < 25 for u, v in placed)
 
 # %% ../../nbs/experiments/10_tabular.ipynb #223b4ea8
@@ -489,20 +549,25 @@ def _name_points(ax: plt.Axes, x: pd.Series, y: pd.Series, names: list[str]) -> 
         ax.annotate(k, (x[k], y[k]), fontsize=7, xytext=(-6 if above else 6, 8 * line - 2),
                     textcoords="offset points", ha="right" if above else "left")
 
+# %% ../../nbs/experiments/10_tabular.ipynb #02e5eadd
+def _draw_tables(ax: plt.Axes, x: pd.Series, y: pd.Series) -> None:
+    "One point a table, the diagonal behind them."
+    low = float(np.floor(min(x.min(), y.min()) / 10) * 10)
+    ax.plot([low, 100], [low, 100], color="grey", lw=1, zorder=0)
+    ax.plot(x, y, linestyle="none", marker="o", markersize=4.5, alpha=.7,
+            color=look("FACT")["color"])
+    ax.set(xlim=(low, 101), ylim=(low, 101), aspect="equal")
+
 # %% ../../nbs/experiments/10_tabular.ipynb #d507b78e
 def draw_fact_against_nfa(r: Result) -> plt.Figure:
     "Accuracy of FACT-RFM against NFA-RFM, one point a table."
     wide = marks(r)
     a = against(wide, "fact", "nfa")
-    low = float(np.floor(wide[["nfa", "fact"]].to_numpy().min() / 10) * 10)
     with style():
         fig, ax = plt.subplots(figsize=(WIDTH, 4.6))
-        ax.plot([low, 100], [low, 100], color="grey", lw=1, zorder=0)
-        ax.plot(wide.nfa, wide.fact, linestyle="none", marker="o", markersize=4.5, alpha=.7,
-                color=look("FACT")["color"])
+        _draw_tables(ax, wide.nfa, wide.fact)
         _name_points(ax, wide.nfa, wide.fact, far_apart(wide))
         ax.set(xlabel="NFA-RFM, accuracy (%)", ylabel="FACT-RFM, accuracy (%)",
-               xlim=(low, 101), ylim=(low, 101), aspect="equal",
                title=f"{len(wide)} tables: FACT better on {a['wins']}, equal on {a['ties']}, "
                      f"worse on {a['losses']}")
     return fig
@@ -527,32 +592,39 @@ def gains(r: Result) -> pd.DataFrame: # a, b, protocol, difference, low, high, �
             for p, wide in both_protocols(r).items() if {a, b} <= set(wide)]
     return pd.DataFrame(rows)
 
+# %% ../../nbs/experiments/10_tabular.ipynb #ea6bc914
+def _draw_protocol(ax: plt.Axes, g: pd.DataFrame, y: list[float], kind: str) -> None:
+    "The differences of one protocol with their intervals, at these heights."
+    ax.errorbar(g.difference, y, xerr=[g.difference - g.low, g.high - g.difference],
+                label=f"{g.protocol.iloc[0]}, {g.tables.iloc[0]} tables", capsize=3,
+                **(look(kind) | dict(linestyle="none")))
+
+# %% ../../nbs/experiments/10_tabular.ipynb #3155f6d9
+def _label_pairs(ax: plt.Axes, pairs: list[tuple[str, str]]) -> None: # from the top down
+    "Names of the pairs, and the axis of their differences."
+    ax.axvline(0, color="grey", lw=1)
+    ax.invert_yaxis()
+    ax.set(yticks=range(len(pairs)),
+           yticklabels=[f"{METHOD_LABELS[a]} − {METHOD_LABELS[b]}" for a, b in pairs],
+           xlabel="difference of means (points), 95 % interval")
+
 # %% ../../nbs/experiments/10_tabular.ipynb #aa01c004
 def draw_gains(r: Result) -> plt.Figure:
     "Differences of means with their intervals, with and without the leak."
     d = gains(r)
-    rows = {pair: i for i, pair in enumerate(dict.fromkeys(zip(d.a, d.b)))}
+    pairs = list(dict.fromkeys(zip(d.a, d.b)))
     with style():
         fig, ax = plt.subplots(figsize=(WIDTH, 3.6))
         for protocol, shift, kind in (("published", -.13, "FACT"), ("leak-free", .13, "AGOP")):
             g = d[d.protocol == protocol]
             if g.empty: continue
-            ax.errorbar(g.difference, [rows[pair] + shift for pair in zip(g.a, g.b)],
-                        xerr=[g.difference - g.low, g.high - g.difference],
-                        label=f"{protocol}, {g.tables.iloc[0]} tables", capsize=3,
-                        **(look(kind) | dict(linestyle="none")))
-        ax.axvline(0, color="grey", lw=1)
-        ax.invert_yaxis()
+            _draw_protocol(ax, g, [pairs.index(p) + shift for p in zip(g.a, g.b)], kind)
+        _label_pairs(ax, pairs)
         ax.legend(fontsize=8)
-        ax.set(yticks=range(len(rows)),
-               yticklabels=[f"{METHOD_LABELS[a]} − {METHOD_LABELS[b]}" for a, b in rows],
-               xlabel="difference of means (points), 95 % interval")
     return fig
 
 # %% ../../nbs/experiments/10_tabular.ipynb #f770b7cd
-def cliques(ranks: pd.Series, # mean rank of each method
-            cd: float, # the critical difference
-           ) -> list[tuple[float, float]]: # first and last rank of each
+def cliques(ranks: pd.Series, cd: float) -> list[tuple[float, float]]: # first and last rank
     "Maximal runs of methods, sorted by rank, that lie within the critical difference."
     v = sorted(ranks)
     runs = [(a, max(x for x in v if x - a <= cd)) for a in v]
@@ -587,44 +659,60 @@ def _draw_names(ax: plt.Axes, ranks: pd.Series, low: float, high: float) -> None
         ax.text(beyond, label.y, f"{METHOD_LABELS[label.method]}  {label.rank:.2f}", ha=side,
                 va="center", fontsize=8)
 
-# %% ../../nbs/experiments/10_tabular.ipynb #84d208bf
-def _draw_axis(ax: plt.Axes, low: float, high: float, cd: float) -> None:
-    "The axis of mean ranks, and the critical difference as a bar above it."
+# %% ../../nbs/experiments/10_tabular.ipynb #7bd38af0
+def _draw_difference(ax: plt.Axes, low: float, cd: float) -> None:
+    "The critical difference as a bar above the axis."
     ax.plot([low, low + cd], [.75, .75], color="black", lw=2)
     ax.text(low + cd / 2, .85, f"critical difference {cd:.2f}", ha="center", va="bottom",
             fontsize=8)
+
+# %% ../../nbs/experiments/10_tabular.ipynb #84d208bf
+def _draw_axis(ax: plt.Axes, low: float, high: float) -> None:
+    "The axis of mean ranks, with a tick at each half."
     ax.plot([low, high], [0, 0], color="black", lw=1)
     for x in np.arange(low, high + .01, .5):
         ax.plot([x, x], [0, .1], color="black", lw=1)
         ax.text(x, .15, f"{x:g}", ha="center", va="bottom", fontsize=8)
 
+# %% ../../nbs/experiments/10_tabular.ipynb #738db680
+def _draw_cliques(ax: plt.Axes, ranks: pd.Series, cd: float) -> None:
+    "A bar below the axis for each group that cannot be told apart."
+    for i, (a, b) in enumerate(cliques(ranks, cd)):
+        ax.plot([a - .01, b + .01], [-.22 - .17 * i] * 2, color=look("FACT")["color"], lw=4,
+                solid_capstyle="butt")
+
+# %% ../../nbs/experiments/10_tabular.ipynb #30e15304
+def _make_room(ax: plt.Axes, low: float, high: float, methods: int) -> None:
+    "Space for the names on both sides and below, and no frame."
+    margin = .55 * (high - low)
+    ax.set(xlim=(low - margin, high + margin), ylim=(-1.3 - .55 * ((methods - 1) // 2), 1.5))
+    ax.axis("off")
+
 # %% ../../nbs/experiments/10_tabular.ipynb #770093fa
-def draw_ranks(ax: plt.Axes,
-               wide: pd.DataFrame, # tables × methods
-               title: str,
-              ) -> None:
+def draw_ranks(ax: plt.Axes, wide: pd.DataFrame, title: str) -> None: # wide: tables × methods
     "One critical-difference diagram."
     ranks = wide.rank(axis=1, ascending=False).mean().sort_values()
     p, cd = friedman(wide)
     low, high = np.floor(ranks.min() * 2) / 2, np.ceil(ranks.max() * 2) / 2
     _draw_names(ax, ranks, low, high)
-    for i, (a, b) in enumerate(cliques(ranks, cd)):
-        ax.plot([a - .01, b + .01], [-.22 - .17 * i] * 2, color=look("FACT")["color"], lw=4,
-                solid_capstyle="butt")
-    _draw_axis(ax, low, high, cd)
-    margin = .55 * (high - low)
-    ax.set(xlim=(low - margin, high + margin), ylim=(-1.3 - .55 * ((len(ranks) - 1) // 2), 1.5))
-    ax.axis("off")
+    _draw_cliques(ax, ranks, cd)
+    _draw_difference(ax, low, cd)
+    _draw_axis(ax, low, high)
+    _make_room(ax, low, high, len(ranks))
     ax.set_title(f"{title}: {len(wide)} tables, Friedman p = {p:.0e}", fontsize=9)
+
+# %% ../../nbs/experiments/10_tabular.ipynb #3cb189db
+def _finished(base: pd.DataFrame) -> pd.DataFrame: # tables × baselines, with gaps
+    "The baselines that have as many tables as any has."
+    done = base.notna().sum()
+    return base.loc[:, done >= done.max()]
 
 # %% ../../nbs/experiments/10_tabular.ipynb #b7ce02e0
 def contest(r: Result) -> pd.DataFrame: # tables × methods
-    "Leak-free marks beside the baselines', on the tables that all have; empty without baselines."
+    "Leak-free marks beside those of the baselines, on the tables that all have."
     base = _accuracies(r, "baseline")
     if base.empty: return pd.DataFrame()
-    done = base.notna().sum()
-    full = base.loc[:, done >= done.max()]
-    return marks(r, "leak-free").join(full, how="inner").dropna()
+    return marks(r, "leak-free").join(_finished(base), how="inner").dropna()
 
 # %% ../../nbs/experiments/10_tabular.ipynb #3715beff
 def rankings(r: Result) -> dict[str, pd.DataFrame]: # title → tables × methods
