@@ -26,8 +26,8 @@ from ..networks.moving_average import followed
 from ..networks.training import cross_entropy, lr_at
 from ..runtime import seeded
 from ..lab.claims import threshold
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.experiment import Context, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
 from ..lab.marks import resting_on
 from ..lab.needs import Work
 from ..lab.statistics import share_estimate
@@ -38,6 +38,8 @@ PARTS = ("length", "noise", "account")
 ARCHS = ("mlp", "conv", "gpt", "gpt_norm")
 OPTIMIZERS = ("adamw", "lion", "muon")
 LONG = 30. # lr·λ·steps from which training counts as long
+BATCH, BETA2 = 64, .999 # of part length
+USUAL: dict[str, Any] = dict(arch="mlp", tau=LONG, batch=BATCH, beta2=BETA2, schedule="cosine")
 
 # %% ../../nbs/experiments/15_adamw.ipynb #e47a624e
 @dataclass(frozen=True)
@@ -63,21 +65,33 @@ class Config:
 
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
-        _check_names(self)
-        counts = (self.seeds, self.steps, self.gpt_steps, self.account_steps, self.width,
-                  *self.batches)
-        require(min(counts) >= 1, "seeds, steps, width and batches must be ≥ 1")
-        positive = (*self.taus, *self.gpt_taus, *self.constant, self.lr)
-        require(min(positive) > 0, "taus, gpt_taus, constant and lr must be positive")
-        require(all(0 < b < 1 for b in self.beta2s), "beta2s must lie between 0 and 1")
-        require(20 <= self.images <= 1500, "images must be between 20 and 1500")
-        require(self.stream % 2 == 0, "stream must be even: there are two heads")
+        for check in (_check_names, _check_counts, _check_rates, _check_sizes):
+            check(self)
 
 # %% ../../nbs/experiments/15_adamw.ipynb #b062ed8a
 def _check_names(c: Config) -> None:
     "Parts, networks and optimizers that there are."
     for field, known in dict(parts=PARTS, archs=ARCHS, optimizers=OPTIMIZERS).items():
         require(set(getattr(c, field)) <= set(known), f"{field} must be among {', '.join(known)}")
+
+# %% ../../nbs/experiments/15_adamw.ipynb #a6ec91f0
+def _check_counts(c: Config) -> None:
+    "At least one of everything that is counted."
+    counts = (c.seeds, c.steps, c.gpt_steps, c.account_steps, c.width, *c.batches)
+    require(min(counts) >= 1, "seeds, steps, width and batches must be ≥ 1")
+
+# %% ../../nbs/experiments/15_adamw.ipynb #98102af1
+def _check_rates(c: Config) -> None:
+    "Lengths, rates and AdamW's memory."
+    positive = (*c.taus, *c.gpt_taus, *c.constant, c.lr)
+    require(min(positive) > 0, "taus, gpt_taus, constant and lr must be positive")
+    require(all(0 < b < 1 for b in c.beta2s), "beta2s must lie between 0 and 1")
+
+# %% ../../nbs/experiments/15_adamw.ipynb #24fa7435
+def _check_sizes(c: Config) -> None:
+    "Images that there are, and heads that share the width."
+    require(20 <= c.images <= 1500, "images must be between 20 and 1500")
+    require(c.stream % 2 == 0, "stream must be even: there are two heads")
 
 # %% ../../nbs/experiments/15_adamw.ipynb #9ba05e77
 presets = dict(
@@ -88,18 +102,25 @@ presets = dict(
     paper=Config(seeds=5))
 
 # %% ../../nbs/experiments/15_adamw.ipynb #50f00ff6
-BATCH, BETA2 = 64, .999 # of part length
+def _noise_grid(cfg: Config) -> list[dict[str, Any]]:
+    "Other batches at the usual β₂, and other β₂ at the usual batch."
+    return ([dict(batch=b, beta2=BETA2) for b in cfg.batches if b != BATCH]
+            + [dict(batch=BATCH, beta2=b) for b in cfg.beta2s if b != BETA2])
 
+# %% ../../nbs/experiments/15_adamw.ipynb #25c18331
+def _length_grid(cfg: Config) -> list[dict[str, Any]]:
+    "Every network at its lengths, annealed and at a constant rate."
+    lengths: dict[str, tuple[float, ...]] = dict(gpt=cfg.gpt_taus, gpt_norm=(LONG,))
+    annealed = [dict(arch=a, tau=t, schedule="cosine") for a in cfg.archs
+                for t in lengths.get(a, cfg.taus)]
+    return annealed + [dict(arch=a, tau=t, schedule="constant")
+                       for a in cfg.archs for t in cfg.constant]
+
+# %% ../../nbs/experiments/15_adamw.ipynb #d641cd55
 def units(cfg: Config) -> list[dict[str, Any]]:
     "Every part with its grid."
-    lengths: dict[str, tuple[float, ...]] = dict(gpt=cfg.gpt_taus, gpt_norm=(LONG,))
-    length = [dict(arch=a, tau=t, schedule="cosine") for a in cfg.archs
-              for t in lengths.get(a, cfg.taus)]
-    length += [dict(arch=a, tau=t, schedule="constant") for a in cfg.archs for t in cfg.constant]
-    noise: list[dict] = [dict(batch=b, beta2=BETA2) for b in cfg.batches if b != BATCH]
-    noise += [dict(batch=BATCH, beta2=b) for b in cfg.beta2s if b != BETA2]
     account = [dict(arch=a, optimizer=o) for a in cfg.archs for o in cfg.optimizers]
-    grids: dict[str, list[dict]] = dict(length=length, noise=noise, account=account)
+    grids = dict(length=_length_grid(cfg), noise=_noise_grid(cfg), account=account)
     return [dict(part=p) | point | dict(seed=s) for p in cfg.parts for point in grids[p]
             for s in range(cfg.seeds)]
 
@@ -114,9 +135,7 @@ class LastToken(nn.Module):
         return self.body(t)[:, -1]
 
 # %% ../../nbs/experiments/15_adamw.ipynb #b48bc22b
-def small_gpt(cfg: Config,
-              norm: bool, # a LayerNorm before each half of a block
-             ) -> nn.Module:
+def small_gpt(cfg: Config, norm: bool) -> nn.Module: # norm: a LayerNorm before each half of a block
     "A transformer of two blocks for pairs of numbers."
     body = CharTransformer(cfg.p, cfg.stream, heads=2, blocks=2, context=2)
     for block in body.blocks:
@@ -141,28 +160,20 @@ def digit_rows(cfg: Config, flat: bool) -> AdamwData:
 def pair_rows(cfg: Config, seed: int) -> AdamwData:
     "Four fifths of all pairs, with their sums mod p."
     pairs, sums = modular_pairs(cfg.p, "+")
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
-    rows = order[:len(pairs) * 4 // 5]
+    gen, n = torch.Generator().manual_seed(seed), len(pairs)
+    rows = torch.randperm(n, generator=gen)[:n * 4 // 5]
     return AdamwData(pairs[rows], sums[rows])
 
 # %% ../../nbs/experiments/15_adamw.ipynb #17c13f0f
-def adamw_network(cfg: Config,
-                  arch: str, # one of ARCHS
-                  seed: int,
-                 ) -> tuple[nn.Module, AdamwData]:
-    "A network as it starts, and its data."
+def adamw_network(cfg: Config, arch: str, seed: int) -> tuple[nn.Module, AdamwData]:
+    "A network as it starts, and its data; arch is one of ARCHS."
     with seeded(seed):
         if arch == "mlp": return mlp(64, 10, cfg.width, hidden=2), digit_rows(cfg, flat=True)
-        if arch == "conv":
-            return cnn(10, (16, 32), size=8, inputs=1), digit_rows(cfg, flat=False)
+        if arch == "conv": return cnn(10, (16, 32), size=8, inputs=1), digit_rows(cfg, flat=False)
         return small_gpt(cfg, arch == "gpt_norm"), pair_rows(cfg, seed)
 
 # %% ../../nbs/experiments/15_adamw.ipynb #232f7a49
-def row_batches(n: int, # rows
-                size: int, # of a batch
-                steps: int,
-                seed: int,
-               ) -> Iterator[Tensor]: # indices of rows
+def row_batches(n: int, size: int, steps: int, seed: int) -> Iterator[Tensor]: # indices of rows
     "Rows of every step; what is left of a pass is dropped."
     gen, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
     for _ in range(steps):
@@ -171,42 +182,51 @@ def row_batches(n: int, # rows
         yield order[:size]
         order = order[size:]
 
+# %% ../../nbs/experiments/15_adamw.ipynb #574b5c88
+def _first_rates(optimizers: list[torch.optim.Optimizer]) -> list[tuple[dict[str, Any], float]]:
+    "The groups of parameters with the rates at which they start."
+    return [(group, group["lr"]) for opt in optimizers for group in opt.param_groups]
+
+# %% ../../nbs/experiments/15_adamw.ipynb #fd0c3413
+def _set_gradient(net: nn.Module, data: AdamwData, rows: Tensor, clip: float) -> None:
+    "The gradient of one batch, in place; a finite `clip` bounds its norm."
+    net.zero_grad()
+    rows = rows.to(data.X.device)
+    cross_entropy(net(data.X[rows]), data.y[rows]).backward()
+    if clip < math.inf:
+        nn.utils.clip_grad_norm_(net.parameters(), clip)
+
 # %% ../../nbs/experiments/15_adamw.ipynb #d07b4773
 def descend(net: nn.Module, data: AdamwData, optimizers: list[torch.optim.Optimizer], steps: int,
             batch: int = BATCH, schedule: str = "cosine", seed: int = 0,
             clip: float = math.inf) -> None:
     "Train in place; the rate falls to zero by a cosine or stays."
-    first = [[g["lr"] for g in opt.param_groups] for opt in optimizers]
+    first = _first_rates(optimizers)
     for t, rows in enumerate(row_batches(len(data.X), batch, steps, seed)):
-        for opt, rates in zip(optimizers, first):
-            for group, lr in zip(opt.param_groups, rates):
-                group["lr"] = lr_at(t, steps, lr, schedule)
-            opt.zero_grad()
-        rows = rows.to(data.X.device)
-        cross_entropy(net(data.X[rows]), data.y[rows]).backward()
-        if clip < math.inf:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        for group, lr in first:
+            group["lr"] = lr_at(t, steps, lr, schedule)
+        _set_gradient(net, data, rows, clip)
         for opt in optimizers:
             opt.step()
 
 # %% ../../nbs/experiments/15_adamw.ipynb #f9680172
+def _reading(row: pd.Series, b: str) -> dict[str, float]: # b: "b" on the left side
+    "AdamW's form beside plain FACT."
+    adamw, plain = f"{b}FACT (AdamW)", f"{b}FACT"
+    return dict(pearson=row[adamw], r=row[f"r({adamw})"], fact=row[plain],
+                r_fact=row[f"r({plain})"])
+
+# %% ../../nbs/experiments/15_adamw.ipynb #ea0da46f
 CHOSEN = ("fact", "bfact", "fact_adamw", "bfact_adamw")
 
-def reading_rows(net: nn.Module,
-                 data: AdamwData,
-                 opt: torch.optim.Optimizer, # AdamW, after training
-                 first: dict[str, float], # norms at the start
-                ) -> list[dict[str, Any]]: # a row per matrix
-    "The relation at one point, beside plain FACT."
+def reading_rows(net: nn.Module, data: AdamwData, opt: torch.optim.Optimizer,
+                 first: dict[str, float]) -> list[dict[str, Any]]:
+    "The relation at one point, beside plain FACT: a row per matrix; `first`: norms at the start."
     rep = measure(net, cross_entropy, [data], optimizer=opt, quantities=CHOSEN)
-    table = rep.table(symmetrise=False, wide=True)
     rows = []
-    for name, row in table.iterrows():
-        b = "" if rep[name].has("fact_adamw") else "b"
-        label = f"{b}FACT (AdamW)"
-        rows.append(dict(layer=name, pearson=row[label], r=row[f"r({label})"],
-                         fact=row[f"{b}FACT"], r_fact=row[f"r({b}FACT)"],
-                         left=float(rep[name].W.norm()) / first[name]))
+    for name, row in rep.table(symmetrise=False, wide=True).iterrows():
+        seen = _reading(row, "" if rep[name].has("fact_adamw") else "b")
+        rows.append(dict(layer=name) | seen | dict(left=float(rep[name].W.norm()) / first[name]))
     return rows
 
 # %% ../../nbs/experiments/15_adamw.ipynb #eb092b6c
@@ -234,44 +254,51 @@ def steps_of(cfg: Config, arch: str) -> int:
 # %% ../../nbs/experiments/15_adamw.ipynb #f74565d9
 def trained_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One training with AdamW and the reading at its end."
-    arch = unit.get("arch", "mlp")
-    (net, data), steps = placed(cfg, arch, unit["seed"], ctx), steps_of(cfg, arch)
-    lam = unit.get("tau", LONG) / (cfg.lr * steps)
-    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, weight_decay=lam,
-                            betas=(.9, unit.get("beta2", BETA2)))
+    u = USUAL | unit
+    (net, data), steps = placed(cfg, u["arch"], u["seed"], ctx), steps_of(cfg, u["arch"])
+    lam = u["tau"] / (cfg.lr * steps)
+    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, weight_decay=lam, betas=(.9, u["beta2"]))
     first = norms_of(net)
-    descend(net, data, [opt], steps, unit.get("batch", BATCH),
-            unit.get("schedule", "cosine"), unit["seed"])
+    descend(net, data, [opt], steps, u["batch"], u["schedule"], u["seed"])
     ends = dict(lam=lam, accuracy=accuracy_of(net, data))
     return Output([row | ends for row in reading_rows(net, data, opt, first)])
 
 # %% ../../nbs/experiments/15_adamw.ipynb #6deef5c4
 RATES = dict(adamw=3e-3, lion=3e-4, muon=1e-2)
 
-def account_optimizers(net: nn.Module,
-                       name: str, # one of OPTIMIZERS
-                      ) -> list[torch.optim.Optimizer]: # the first one is followed
-    "The optimizer whose steps are followed, and one for what it does not take."
-    if name == "adamw": return [torch.optim.AdamW(net.parameters(), RATES[name], weight_decay=1.)]
-    if name == "lion": return [Lion(net.parameters(), RATES[name], weight_decay=3.)]
+def _muon_and_adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
+    "Muon for matrices that are no embeddings, AdamW for the rest."
     embedded = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)}
     takes = lambda p: p.ndim == 2 and id(p) not in embedded
     params = list(net.parameters())
-    return [torch.optim.Muon([p for p in params if takes(p)], RATES[name], weight_decay=.3),
+    return [torch.optim.Muon([p for p in params if takes(p)], RATES["muon"], weight_decay=.3),
             torch.optim.AdamW([p for p in params if not takes(p)], RATES["adamw"])]
 
+# %% ../../nbs/experiments/15_adamw.ipynb #23907b41
+def account_optimizers(net: nn.Module, name: str) -> list[torch.optim.Optimizer]:
+    "The optimizer whose steps are followed, and one for what it does not take."
+    if name == "adamw": return [torch.optim.AdamW(net.parameters(), RATES[name], weight_decay=1.)]
+    if name == "lion": return [Lion(net.parameters(), RATES[name], weight_decay=3.)]
+    return _muon_and_adamw(net)
+
 # %% ../../nbs/experiments/15_adamw.ipynb #d58f674d
+def _account_table(cfg: Config, unit: dict[str, Any], dtype: torch.dtype) -> pd.DataFrame:
+    "A short training whose every step is added up."
+    net, data = adamw_network(cfg, unit["arch"], unit["seed"])
+    net.to(dtype)
+    X = data.X.to(dtype) if data.X.is_floating_point() else data.X
+    opts = account_optimizers(net, unit["optimizer"])
+    m = DecayedSteps(net, opts[0])
+    descend(net, AdamwData(X, data.y), opts, cfg.account_steps, seed=unit["seed"], clip=1.)
+    return m.table()
+
+# %% ../../nbs/experiments/15_adamw.ipynb #447b7ead
 def account_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
-    "A short training whose every step is added up, in both precisions."
+    "The account of one training, in both precisions."
     rows = []
     for bits, dtype in ((32, torch.float32), (64, torch.float64)):
-        net, data = adamw_network(cfg, unit["arch"], unit["seed"])
-        net.to(dtype)
-        X = data.X.to(dtype) if data.X.is_floating_point() else data.X
-        opts = account_optimizers(net, unit["optimizer"])
-        m = DecayedSteps(net, opts[0])
-        descend(net, AdamwData(X, data.y), opts, cfg.account_steps, seed=unit["seed"], clip=1.)
-        rows += [row | dict(bits=bits) for row in m.table().to_dict("records")]
+        table = _account_table(cfg, unit, dtype)
+        rows += [row | dict(bits=bits) for row in table.to_dict("records")]
     return Output(rows)
 
 # %% ../../nbs/experiments/15_adamw.ipynb #9d45300c
@@ -289,11 +316,8 @@ def is_left_out(d: pd.DataFrame) -> pd.Series: # of booleans
     return (d.left <= GONE) | (d.accuracy < FITS)
 
 # %% ../../nbs/experiments/15_adamw.ipynb #7bb12598
-def readings(r: Result,
-             schedule: str = "cosine", # or "constant"
-             archs: tuple[str, ...] = ARCHS, # networks
-            ) -> pd.DataFrame: # a row per matrix and run
-    "Rows of part length that can be judged."
+def readings(r: Result, schedule: str = "cosine", archs: tuple[str, ...] = ARCHS) -> pd.DataFrame:
+    "Rows of part length that can be judged, one per matrix and run."
     d = r.df[r.df.part == "length"]
     return d[(d.schedule == schedule) & d.arch.isin(archs) & ~is_left_out(d)]
 
@@ -303,24 +327,35 @@ def enough(d: pd.DataFrame, archs: tuple[str, ...]) -> bool:
     return bool(len(d)) and set(archs) <= set(d.arch) and d.seed.nunique() >= 3
 
 # %% ../../nbs/experiments/15_adamw.ipynb #bba6bc0f
-def judge_point(r: Result,
-                claim: str, # its thresholds count
-                archs: tuple[str, ...],
-               ) -> Judgement | None:
+def _count_left_out(r: Result, archs: tuple[str, ...]) -> int:
+    "How many matrices of the long annealed runs are left out."
+    d = r.df[(r.df.part == "length") & (r.df.schedule == "cosine") & r.df.arch.isin(archs)]
+    return int(is_left_out(d[d.tau >= LONG]).sum())
+
+# %% ../../nbs/experiments/15_adamw.ipynb #9902768e
+def _point_words(d: pd.DataFrame, good: pd.Series) -> str:
+    "Our value: how many matrices, and how far the others are."
+    return (f"{good.sum()} of {len(d)} matrices; pearson ≥ {d.pearson.min():.3f}, "
+            f"median {d.pearson.median():.3f}; r ≤ {d.r.max():.2f}, median {d.r.median():.2f}")
+
+# %% ../../nbs/experiments/15_adamw.ipynb #82fef3da
+def _point_note(d: pd.DataFrame, gone: int) -> str: # gone: matrices left out
+    "Plain FACT, and what was left out."
+    note = f"plain FACT: median pearson {d.fact.median():.3f}"
+    if not gone: return note
+    return f"{note}; {gone} matrices left out: decayed, or their network does not fit"
+
+# %% ../../nbs/experiments/15_adamw.ipynb #92b56d85
+def judge_point(r: Result, claim: str, archs: tuple[str, ...]) -> Judgement | None:
     "Is the relation seen on every matrix of these networks after long training?"
     d = readings(r, archs=archs)
     d = d[d.tau >= LONG]
     if not enough(d, archs): return None
     least, most = (threshold(claim, k) for k in ("pearson", "r"))
     good = (d.pearson >= least) & (d.r <= most)
-    every = r.df[(r.df.part == "length") & (r.df.schedule == "cosine") & r.df.arch.isin(archs)]
-    gone = int(is_left_out(every[every.tau >= LONG]).sum())
     share = share_estimate("matrices within both bounds", int(good.sum()), len(d), "matrices")
-    ours = (f"{good.sum()} of {len(d)} matrices; pearson ≥ {d.pearson.min():.3f}, "
-            f"median {d.pearson.median():.3f}; r ≤ {d.r.max():.2f}, median {d.r.median():.2f}")
-    note = f"plain FACT: median pearson {d.fact.median():.3f}" + (
-        f"; {gone} matrices left out: decayed, or their network does not fit" if gone else "")
-    return judge(bool(good.all()), ours, note, estimates=(share,))
+    return judge(bool(good.all()), _point_words(d, good),
+                 _point_note(d, _count_left_out(r, archs)), estimates=(share,))
 
 # %% ../../nbs/experiments/15_adamw.ipynb #63a3a87b
 def judge_rest(r: Result) -> Judgement | None:
@@ -346,20 +381,24 @@ def judge_norm(r: Result) -> Judgement | None:
 # %% ../../nbs/experiments/15_adamw.ipynb #e06722bd
 def largest_errors(r: Result, archs: tuple[str, ...] = ("mlp", "conv")) -> pd.DataFrame:
     "The largest r by length (rows) and network (columns), over matrices and seeds."
-    return readings(r, archs=archs).pivot_table(index="tau", columns="arch", values="r",
-                                                aggfunc="max")
+    d = readings(r, archs=archs)
+    return d.pivot_table(index="tau", columns="arch", values="r", aggfunc="max")
 
 # %% ../../nbs/experiments/15_adamw.ipynb #dd2040ca
+def _crosses(worst: pd.Series, most: float) -> bool: # index: length of training
+    "Does the error fall with the length, above the bound up to 10 and below it when long?"
+    short, long = worst[worst.index <= 10], worst[worst.index >= LONG]
+    return bool((short > most).all() and (long <= most).all() and worst.is_monotonic_decreasing)
+
+# %% ../../nbs/experiments/15_adamw.ipynb #8ddfd20a
 def judge_line(r: Result) -> Judgement | None:
     "adamw-line."
     archs = ("mlp", "conv")
     if not enough(readings(r, archs=archs), archs): return None
     worst = largest_errors(r).max(axis=1)
-    most = threshold("adamw-line", "r")
     if worst.index.min() > 10 or worst.index.max() < LONG: return None
-    holds = (worst[worst.index <= 10] > most).all() and (worst[worst.index >= LONG] <= most).all()
     said = ", ".join(f"{v:.2f} at {t:g}" for t, v in worst.items())
-    return judge(bool(holds and worst.is_monotonic_decreasing), f"largest r by lr·λ·steps: {said}")
+    return judge(_crosses(worst, threshold("adamw-line", "r")), f"largest r by lr·λ·steps: {said}")
 
 # %% ../../nbs/experiments/15_adamw.ipynb #0a559990
 def judge_anneal(r: Result) -> Judgement | None:
@@ -375,6 +414,13 @@ def judge_anneal(r: Result) -> Judgement | None:
                  f"training accuracy ≥ {d.accuracy.min():.2f}")
 
 # %% ../../nbs/experiments/15_adamw.ipynb #188a57c4
+def _square_shares(d: pd.DataFrame) -> str: # of part account
+    "The square part of tr N, by optimizer."
+    squares = d[d.bits == 32].groupby("optimizer").square.median()
+    said = ", ".join(f"{k} {v:.1%}" for k, v in squares.items())
+    return f"median share of the square part in tr N: {said}"
+
+# %% ../../nbs/experiments/15_adamw.ipynb #d6904dd9
 def judge_account(r: Result) -> Judgement | None:
     "decoupled-exact."
     d = r.df[r.df.part == "account"]
@@ -382,11 +428,8 @@ def judge_account(r: Result) -> Judgement | None:
     worst = d.groupby("bits").r.max()
     single, double = (threshold("decoupled-exact", k) for k in ("single", "double"))
     exact = worst[32] <= single and worst[64] <= double
-    squares = d[d.bits == 32].groupby("optimizer").square.median()
-    said = ", ".join(f"{k} {v:.1%}" for k, v in squares.items())
     return judge(bool(exact and set(OPTIMIZERS) <= set(d.optimizer)),
-                 f"r ≤ {worst[32]:.0e} in float32, {worst[64]:.0e} in float64",
-                 f"median share of the square part in tr N: {said}")
+                 f"r ≤ {worst[32]:.0e} in float32, {worst[64]:.0e} in float64", _square_shares(d))
 
 # %% ../../nbs/experiments/15_adamw.ipynb #4dffece9
 _AT_ONE_POINT = {"adamw-rest": judge_rest, "adamw-rest-gpt": judge_gpt, "adamw-norm": judge_norm,
@@ -399,6 +442,16 @@ judges["decoupled-exact"] = resting_on(judge_account, part=("account",))
 TITLES = dict(mlp="perceptron", conv="convolutions", gpt="GPT, no norm", gpt_norm="GPT, LayerNorm")
 
 # %% ../../nbs/experiments/15_adamw.ipynb #14630f2d
+def _length_panel(ax: plt.Axes, annealed: pd.DataFrame, constant: pd.DataFrame) -> None:
+    "One network: a dot a matrix, their median, and crosses of a constant rate."
+    colour = COLOURS["FACT"]
+    ax.plot(constant.tau * 1.25, constant.r, "x", ms=4, color="grey", label="constant rate")
+    ax.plot(annealed.tau, annealed.r, ".", ms=4, alpha=.5, color=colour, label="annealed")
+    ax.plot(annealed.groupby("tau").r.median(), color=colour, lw=1.5, label="its median")
+    ax.axhline(.2, color="black", lw=.8, ls=":")
+    ax.set(xscale="log", yscale="log", xlabel=r"$\eta\lambda\cdot$steps")
+
+# %% ../../nbs/experiments/15_adamw.ipynb #7a3d257c
 def draw_line(r: Result) -> plt.Figure:
     "r of every matrix against lr·λ·steps, a panel per network; grey: constant rate."
     annealed, constant = readings(r), readings(r, "constant")
@@ -407,23 +460,23 @@ def draw_line(r: Result) -> plt.Figure:
         fig, axes = plt.subplots(1, len(archs), figsize=(WIDTH, 2.5), sharex=True, sharey=True,
                                  squeeze=False)
         for ax, arch in zip(axes[0], archs):
-            d, c = annealed[annealed.arch == arch], constant[constant.arch == arch]
-            ax.plot(c.tau * 1.25, c.r, "x", ms=4, color="grey", label="constant rate")
-            ax.plot(d.tau, d.r, ".", ms=4, alpha=.5, color=COLOURS["FACT"], label="annealed")
-            ax.plot(d.groupby("tau").r.median(), color=COLOURS["FACT"], lw=1.5, label="its median")
-            ax.axhline(.2, color="black", lw=.8, ls=":")
-            ax.set(xscale="log", yscale="log", xlabel=r"$\eta\lambda\cdot$steps")
+            _length_panel(ax, annealed[annealed.arch == arch], constant[constant.arch == arch])
             ax.set_title(TITLES[arch], fontsize=9)
         axes[0, 0].set_ylabel(r"$r$")
         fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return fig
 
 # %% ../../nbs/experiments/15_adamw.ipynb #c44f8bc5
-def batch_beta_table(r: Result) -> pd.DataFrame: # index: what varies, its value
-    "r on the perceptron at LONG by batch size and by β₂."
+def _perceptrons(r: Result) -> pd.DataFrame:
+    "Rows of part noise, and of part length beside them."
     d = r.df
     base = d[(d.part == "length") & (d.arch == "mlp") & (d.schedule == "cosine") & (d.tau == LONG)]
-    both = pd.concat([d[d.part == "noise"], base.assign(batch=BATCH, beta2=BETA2)])
+    return pd.concat([d[d.part == "noise"], base.assign(batch=BATCH, beta2=BETA2)])
+
+# %% ../../nbs/experiments/15_adamw.ipynb #5eadba32
+def batch_beta_table(r: Result) -> pd.DataFrame: # index: what varies, its value
+    "r on the perceptron at LONG by batch size and by β₂."
+    both = _perceptrons(r)
     parts = dict(batch=both[both.beta2 == BETA2], beta2=both[both.batch == BATCH])
     seen = {k: p.groupby(k)[["r", "pearson", "accuracy"]].agg(["median", "min", "max"])
             for k, p in parts.items()}
@@ -432,21 +485,23 @@ def batch_beta_table(r: Result) -> pd.DataFrame: # index: what varies, its value
     return table[["r median", "r max", "pearson median", "pearson min", "accuracy min"]]
 
 # %% ../../nbs/experiments/15_adamw.ipynb #8c353291
+def _noise_panel(ax: plt.Axes, x: pd.Index, d: pd.DataFrame, label: str) -> None:
+    "The median and the largest error against one setting."
+    ax.plot(x, d["r median"], "o-", color=COLOURS["FACT"], label="median")
+    ax.plot(x, d["r max"], "v--", color=COLOURS["AGOP"], label="largest")
+    ax.axhline(.2, color="black", lw=.8, ls=":")
+    ax.set(xscale="log", yscale="log", xlabel=label)
+
+# %% ../../nbs/experiments/15_adamw.ipynb #bc93b4ae
 def draw_batch_beta(r: Result) -> plt.Figure:
     "r on the perceptron against batch size and β₂."
-    table = batch_beta_table(r)
-    panels = dict(batch="rows in a batch", beta2=r"$1-\beta_2$")
+    by_batch, by_beta = (batch_beta_table(r).loc[k] for k in ("batch", "beta2"))
     with style():
-        fig, axes = plt.subplots(1, 2, figsize=(WIDTH * .8, 2.4), sharey=True)
-        for ax, (key, label) in zip(axes, panels.items()):
-            d = table.loc[key]
-            x = d.index if key == "batch" else 1 - d.index
-            ax.plot(x, d["r median"], "o-", color=COLOURS["FACT"], label="median")
-            ax.plot(x, d["r max"], "v--", color=COLOURS["AGOP"], label="largest")
-            ax.axhline(.2, color="black", lw=.8, ls=":")
-            ax.set(xscale="log", yscale="log", xlabel=label)
-        axes[0].set_ylabel(r"$r$")
-        axes[1].legend()
+        fig, (left, right) = plt.subplots(1, 2, figsize=(WIDTH * .8, 2.4), sharey=True)
+        _noise_panel(left, by_batch.index, by_batch, "rows in a batch")
+        _noise_panel(right, 1 - by_beta.index, by_beta, r"$1-\beta_2$")
+        left.set_ylabel(r"$r$")
+        right.legend()
     return fig
 
 # %% ../../nbs/experiments/15_adamw.ipynb #8eed90e9
@@ -465,10 +520,10 @@ ON_HOST = "fifty steps of small matrices in float64"
 # %% ../../nbs/experiments/15_adamw.ipynb #c6d313f3
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
-    each = OPERATIONS[unit.get("arch", "mlp")]
-    if unit["part"] == "account":
-        return Work(steps=3 * each * cfg.account_steps, cpu_only=ON_HOST, double=True)
-    return Work(steps=each * steps_of(cfg, unit.get("arch", "mlp")))
+    arch = (USUAL | unit)["arch"]
+    each = OPERATIONS[arch]
+    if unit["part"] != "account": return Work(steps=each * steps_of(cfg, arch))
+    return Work(steps=3 * each * cfg.account_steps, cpu_only=ON_HOST, double=True)
 
 # %% ../../nbs/experiments/15_adamw.ipynb #fc57ff09
 experiment = Experiment(

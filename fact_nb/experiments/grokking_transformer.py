@@ -26,8 +26,8 @@ from ..networks.models import CharTransformer
 from ..networks.training import cross_entropy, lr_at
 from ..runtime import seeded
 from ..lab.claims import threshold
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
 from ..lab.marks import resting_on
 from ..lab.needs import Work
 from ..lab.statistics import mean_estimate, share_estimate
@@ -56,14 +56,27 @@ class Config:
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
         require(set(self.parts) <= set(PARTS), f"parts must be among {', '.join(PARTS)}")
-        counts = (self.seeds, self.control_seeds, self.stream, self.batch, self.steps, self.every,
-                  self.anneal)
-        require(min(counts) >= 1, "seeds, stream, batch, steps, every, anneal must be ≥ 1")
-        require(self.p >= 3, "p must be 3 or more")
-        require(self.stream % HEADS == 0, f"stream must be a multiple of {HEADS} heads")
-        require(0 < self.fraction < 1, "fraction must lie between 0 and 1")
-        require(min(self.lr, self.decay) > 0, "lr and decay must be positive")
-        require(0 < self.beta2 < 1, "beta2 must lie between 0 and 1")
+        for check in (_check_counts, _check_task, _check_adamw):
+            check(self)
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #67f25f2c
+def _check_counts(c: Config) -> None:
+    "At least one of everything that is counted."
+    counts = (c.seeds, c.control_seeds, c.stream, c.batch, c.steps, c.every, c.anneal)
+    require(min(counts) >= 1, "seeds, stream, batch, steps, every, anneal must be ≥ 1")
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #b74a1a79
+def _check_task(c: Config) -> None:
+    "A modulus, heads that share the stream, pairs to test."
+    require(c.p >= 3, "p must be 3 or more")
+    require(c.stream % HEADS == 0, f"stream must be a multiple of {HEADS} heads")
+    require(0 < c.fraction < 1, "fraction must lie between 0 and 1")
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #800e23ff
+def _check_adamw(c: Config) -> None:
+    "Rate, decay and memory of the optimizer."
+    require(min(c.lr, c.decay) > 0, "lr and decay must be positive")
+    require(0 < c.beta2 < 1, "beta2 must lie between 0 and 1")
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #07813f3e
 HEADS = 4 # of attention
@@ -121,10 +134,7 @@ def pair_split(cfg: Config, part: str, seed: int) -> PairSplit:
     return PairSplit(pairs[train], y, pairs[test], sums[test])
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #3d4878c1
-def pair_batches(n: int, # pairs
-                 size: int, # of a batch
-                 seed: int,
-                ) -> Iterator[Tensor]: # indices, without end
+def pair_batches(n: int, size: int, seed: int) -> Iterator[Tensor]: # indices, without end
     "Batches without replacement within a pass; what is left of a pass is dropped."
     gen, size = torch.Generator().manual_seed(seed), min(size, n)
     while True:
@@ -149,24 +159,34 @@ def adamw_for(net: nn.Module, cfg: Config) -> torch.optim.AdamW:
                              betas=(.9, cfg.beta2))
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #7efba929
-def rested(net: nn.Module, opt: torch.optim.Optimizer, data: PairSplit, cfg: Config,
-           seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    "A copy of network and optimizer after some steps at a rate that falls to zero."
+def _copied(net: nn.Module, opt: torch.optim.Optimizer, cfg: Config
+           ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    "The same network and the same state of AdamW, which share nothing with the first."
     twin = copy.deepcopy(net)
     own = adamw_for(twin, cfg)
     own.load_state_dict(copy.deepcopy(opt.state_dict()))
+    return twin, own
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #69f55cf0
+def rested(net: nn.Module, opt: torch.optim.Optimizer, data: PairSplit, cfg: Config,
+           seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    "A copy of network and optimizer after some steps at a rate that falls to zero."
+    twin, own = _copied(net, opt, cfg)
     batches = pair_batches(len(data.X), cfg.batch, seed)
     for t in range(cfg.anneal):
         adamw_step(twin, data, own, next(batches), lr_at(t, cfg.anneal, cfg.lr, "cosine"))
     return twin, own
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #4473ef00
-def off_diagonal_circulant(G: Tensor, # p × p
-                          ) -> float: # between 0 and 1
+def _shifts(p: int, device: torch.device) -> Tensor: # p × p
+    "b − a mod p, for row a and column b."
+    i = torch.arange(p, device=device)
+    return (i[None] - i[:, None]) % p
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #1a124133
+def off_diagonal_circulant(G: Tensor) -> float: # p × p; between 0 and 1
     "The share of the energy off the diagonal, mean removed, that depends on b − a alone."
-    p = len(G)
-    i = torch.arange(p, device=G.device)
-    shift = (i[None] - i[:, None]) % p
+    p, shift = len(G), _shifts(len(G), G.device)
     off = shift != 0
     G = torch.where(off, G - G[off].mean(), 0.)
     wrapped = G.new_zeros(p).index_add_(0, shift.flatten(), G.flatten()) / p
@@ -179,9 +199,7 @@ QUICKLY = ("fact", "fact_adamw") # at the trembling weights
 FULLY = (*QUICKLY, "agop", "enfa") # at rest
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #4e72c474
-def matrix_rows(rep: Any, # a report of `measure`
-                labels: dict[str, str], # column → quantity
-               ) -> list[dict[str, Any]]: # a row per matrix
+def matrix_rows(rep: Any, labels: dict[str, str]) -> list[dict[str, Any]]: # column → quantity
     "Correlation of each quantity with WᵀW, and the relative error of AdamW's form."
     table = rep.table(symmetrise=False, wide=True)
     return [dict(kind="matrix", layer=name.removeprefix("body."),
@@ -205,20 +223,22 @@ def right_share(net: nn.Module, X: Tensor, y: Tensor) -> float:
         return float((net(X).argmax(-1) == y).float().mean())
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #13e9bb50
-def ends_of(net: nn.Module, data: PairSplit) -> dict[str, float]:
-    "Accuracies and losses of a network."
+def _loss_of(net: nn.Module, X: Tensor, y: Tensor) -> float:
+    "The loss on some pairs."
     with torch.no_grad():
-        loss = cross_entropy(net(data.X), data.y)
-        test_loss = cross_entropy(net(data.X_test), data.y_test)
-    return dict(train=right_share(net, data.X, data.y),
-                test=right_share(net, data.X_test, data.y_test),
-                loss=float(loss), test_loss=float(test_loss))
+        return float(cross_entropy(net(X), y))
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #b8ff8bbf
+def ends_of(net: nn.Module, data: PairSplit) -> dict[str, float]:
+    "Accuracies and losses."
+    train, test = data[:2], data[2:]
+    return dict(train=right_share(net, *train), test=right_share(net, *test),
+                loss=_loss_of(net, *train), test_loss=_loss_of(net, *test))
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #61b241f8
-def look_rows(net: nn.Module, opt: torch.optim.Optimizer, data: PairSplit,
-              rest: bool, # read everything, or only the forms of FACT
+def look_rows(net: nn.Module, opt: torch.optim.Optimizer, data: PairSplit, rest: bool
              ) -> list[dict[str, Any]]:
-    "One look at a network."
+    "One look at a network: everything at rest, else the forms of FACT alone."
     rep = measure(net, cross_entropy, [(data.X, data.y)], optimizer=opt, embedding="both",
                   agop="exact", quantities=FULLY if rest else QUICKLY)
     labels = LABELS if rest else {k: LABELS[k] for k in ("pearson", "fact")}
@@ -226,12 +246,17 @@ def look_rows(net: nn.Module, opt: torch.optim.Optimizer, data: PairSplit,
     return [row | ends_of(net, data) | dict(rest=rest) for row in rows]
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #97949b5c
+def _started(cfg: Config, seed: int, ctx: Context) -> SumReader:
+    "A network as it starts."
+    with seeded(seed):
+        return SumReader(cfg.p, cfg.stream).to(ctx.device)
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #51b77686
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One training with its looks."
     seed = unit["seed"]
     data = PairSplit(*(t.to(ctx.device) for t in pair_split(cfg, unit["part"], seed)))
-    with seeded(seed):
-        net = SumReader(cfg.p, cfg.stream).to(ctx.device)
+    net = _started(cfg, seed, ctx)
     opt, rows = adamw_for(net, cfg), []
     batches = pair_batches(len(data.X), cfg.batch, seed)
     for t in ctx.bar(range(1, cfg.steps + 1), desc=f"{unit['part']} {seed}"):
@@ -245,13 +270,9 @@ def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #d5091270
 COLUMNS = ["r", "pearson", "fact", "agop", "enfa", "train", "test"]
 
-def looks_of(r: Result,
-             part: str = "sums", # or "shuffled"
-             rest: bool = True, # at the copy's weights, else at the trembling ones
-            ) -> pd.DataFrame: # index: seed, step
-    "Means over the matrices."
-    d = r.df
-    d = d[(d.part == part) & (d.kind == "matrix") & (d.rest == rest)]
+def looks_of(r: Result, part: str = "sums", rest: bool = True) -> pd.DataFrame: # index: seed, step
+    "Means over the matrices, at the copy's weights or at the trembling ones."
+    d = r.df[(r.df.part == part) & (r.df.kind == "matrix") & (r.df.rest == rest)]
     return d.groupby(["seed", "step"])[COLUMNS].mean()
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #5e6311ff
@@ -262,14 +283,16 @@ def circulant_shares(r: Result, part: str = "sums") -> pd.DataFrame: # index: se
     return wide.assign(test=d.groupby(["seed", "step"]).test.first())
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #01a79e11
-def passes(curve: pd.Series, # index: steps
-           level: float, # from below
-          ) -> float: # the step; inf: never
-    "The first step at which a curve reaches a level, by straight lines between looks."
+def _first_at(curve: pd.Series, level: float) -> int | None: # None: never
+    "Which look is the first at which a curve is at or above a level."
     above = np.flatnonzero(curve.to_numpy() >= level)
-    if not len(above): return float("inf")
-    k = int(above[0])
-    steps = curve.index.to_numpy(dtype=float)
+    return int(above[0]) if len(above) else None
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #4797acf0
+def passes(curve: pd.Series, level: float) -> float: # index: steps; inf: never
+    "The first step at which a curve reaches a level, by straight lines between looks."
+    k, steps = _first_at(curve, level), curve.index.to_numpy(dtype=float)
+    if k is None: return float("inf")
     if k == 0: return float(steps[0])
     before, after = curve.iloc[k - 1], curve.iloc[k]
     return float(steps[k - 1] + (steps[k] - steps[k - 1]) * (level - before) / (after - before))
@@ -283,15 +306,12 @@ class Phases(NamedTuple):
     end: float # at the last look
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #b36eb567
-def phases_of(d: pd.DataFrame, # of one seed, index: step
-              low: float, # accuracy until which it is before
-             ) -> Phases:
+def phases_of(d: pd.DataFrame, low: float) -> Phases: # of one seed; accuracy until it is before
     "The error before, in and after the transition."
-    early = d[d.test <= low]
-    if early.empty: return Phases(float("inf"), 0., 0., float(d.r.iloc[-1]))
+    early, end = d[d.test <= low], float(d.r.iloc[-1])
+    if early.empty: return Phases(float("inf"), 0., 0., end)
     least = early.loc[early.r.idxmin()]
-    later = d[d.test > low].r
-    return Phases(float(least.r), float(least.pearson), float(later.max()), float(d.r.iloc[-1]))
+    return Phases(float(least.r), float(least.pearson), float(d[d.test > low].r.max()), end)
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #ea1201dd
 def by_seed(r: Result, part: str, low: float) -> dict[int, Phases]:
@@ -310,26 +330,27 @@ def trained_seeds(r: Result, part: str = "sums") -> bool:
 def listed_values(x: Any) -> str: return ", ".join(f"{v:.2f}" for v in x)
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #51a70c0c
-def most_of(hits: list[bool], # a seed each
-            id: str, # of the claim; its threshold `share` counts
-           ) -> bool:
+def most_of(hits: list[bool], id: str) -> bool: # a seed each; of the claim
     "Does it happen on the share of seeds that the claim asks for?"
     return bool(np.mean(hits) >= threshold(id, "share"))
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #bf224b51
+def _before_words(found: list[Phases]) -> str: # a seed each
+    "Our value of grokking-before."
+    return (f"smallest mean r before: {listed_values(f.before for f in found)}; "
+            f"pearson there {listed_values(f.pearson for f in found)}")
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #d1639b37
 def judge_before(r: Result) -> Judgement | None:
     "grokking-before."
     if not trained_seeds(r): return None
     id = "grokking-before"
     low, most, least = (threshold(id, k) for k in ("test", "r", "pearson"))
-    found = by_seed(r, "sums", low)
-    hits = [f.before <= most and f.pearson >= least for f in found.values()]
+    found = list(by_seed(r, "sums", low).values())
+    hits = [f.before <= most and f.pearson >= least for f in found]
     share = share_estimate("seeds with the relation before", sum(hits), len(hits), "seeds")
-    error = mean_estimate("smallest mean r before", [f.before for f in found.values()])
-    return judge(most_of(hits, id),
-                 f"smallest mean r before: {listed_values(f.before for f in found.values())}; "
-                 f"pearson there {listed_values(f.pearson for f in found.values())}",
-                 estimates=(share, error))
+    error = mean_estimate("smallest mean r before", [f.before for f in found])
+    return judge(most_of(hits, id), _before_words(found), estimates=(share, error))
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #253b5e0c
 def judge_herald(r: Result) -> Judgement | None:
@@ -358,15 +379,20 @@ def judge_breaks(r: Result) -> Judgement | None:
                  estimates=(mean_estimate("peak over least before", ratio),))
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #df182af8
+def _good_ends(last: pd.DataFrame) -> pd.Series: # index: seed
+    "Seeds that generalise, with AdamW's form within its bounds and above AGOP and eNFA."
+    pearson, most, test = (threshold("grokking-end", k) for k in ("pearson", "r", "test"))
+    above = last.pearson > last[["agop", "enfa"]].max(axis=1)
+    return (last.pearson >= pearson) & (last.r <= most) & (last.test >= test) & above
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #a9c7b46d
 def judge_end(r: Result) -> Judgement | None:
     "grokking-end."
     if not trained_seeds(r): return None
-    id, last = "grokking-end", looks_of(r).groupby("seed").last()
-    good = (last.pearson >= threshold(id, "pearson")) & (last.r <= threshold(id, "r"))
-    good &= last.test >= threshold(id, "test")
-    good &= last.pearson > last[["agop", "enfa"]].max(axis=1)
+    last = looks_of(r).groupby("seed").last()
     said = "; ".join(f"{k} {listed_values(last[k])}" for k in COLUMNS[:5])
-    return judge(bool(good.all()), f"by seed: {said}", f"test accuracy ≥ {last.test.min():.3f}",
+    return judge(bool(_good_ends(last).all()), f"by seed: {said}",
+                 f"test accuracy ≥ {last.test.min():.3f}",
                  estimates=(mean_estimate("mean pearson at the end", list(last.pearson)),))
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #cdb4ab35
@@ -380,17 +406,25 @@ def passing_steps(r: Result, level: float = .5) -> pd.DataFrame: # index: seed
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #aafd399f
 PASSING = dict(AGOP="AGOP", eNFA="eNFA", adamw="FACT", NFM="WᵀW", test="accuracy")
 
+def _order_words(s: pd.DataFrame) -> str: # of `passing_steps`
+    "Our value of grokking-order."
+    said = "; ".join(f"{k} {', '.join(f'{v:.0f}' for v in s[c])}" for c, k in PASSING.items())
+    return f"step at which it passes one half, by seed: {said}"
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #f0243b4d
+def _lead(s: pd.DataFrame) -> tuple[Estimate, ...]: # of `passing_steps`; empty: nobody passed
+    "By how many steps FACT leads WᵀW."
+    gap = (s.NFM - s.adamw)[np.isfinite(s.NFM)]
+    if gap.empty: return ()
+    return (mean_estimate("steps by which FACT leads WᵀW, where both passed", list(gap)),)
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #14dd4a3d
 def judge_order(r: Result) -> Judgement | None:
     "grokking-order."
     if not trained_seeds(r): return None
-    id = "grokking-order"
-    s = passing_steps(r, threshold(id, "level"))
+    s = passing_steps(r, threshold("grokking-order", "level"))
     hits = list((s.AGOP < s.adamw) & (s.adamw < s.NFM) & (s.adamw < s.test))
-    said = "; ".join(f"{k} {', '.join(f'{v:.0f}' for v in s[c])}" for c, k in PASSING.items())
-    gap = (s.NFM - s.adamw)[np.isfinite(s.NFM)]
-    lead = mean_estimate("steps by which FACT leads WᵀW, where both passed", list(gap))
-    return judge(most_of(hits, id), f"step at which it passes one half, by seed: {said}",
-                 estimates=(lead,) if len(gap) else ())
+    return judge(most_of(hits, "grokking-order"), _order_words(s), estimates=_lead(s))
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #2d677f20
 _ON_SUMS = {"grokking-before": judge_before, "grokking-breaks": judge_breaks,
@@ -419,34 +453,43 @@ SHOWN = dict(AGOP="AGOP", eNFA="eNFA", adamw="FACT", NFM="NFM") # column → loo
 NAMES = dict(AGOP="AGOP", eNFA="eNFA", adamw="FACT (AdamW)", NFM=r"$W^\top W$")
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #98553309
+def _draw_parts(accuracy: Axes, error: Axes, r: Result) -> None:
+    "Accuracies and errors of both parts, dotted where the sums are shuffled."
+    for part, ls in dict(sums="-", shuffled=":").items():
+        d = looks_of(r, part)
+        if d.empty: continue
+        draw_seeds(accuracy, d.test, f"other pairs, {part}", color="black", ls=ls)
+        draw_seeds(error, d.r, part, **plainly("FACT", ls))
+    draw_seeds(accuracy, looks_of(r).train, "training pairs", color="grey", ls="--")
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #0c9b2c52
 def draw_generalising(r: Result) -> plt.Figure:
     "Accuracy, error and circulant share over training."
+    titles = ("accuracy", r"mean $r$", "circulant share")
     with style():
-        fig, (left, middle, right) = plt.subplots(1, 3, figsize=(WIDTH, 2.9))
-        for part, ls in dict(sums="-", shuffled=":").items():
-            d = looks_of(r, part)
-            if d.empty: continue
-            draw_seeds(left, d.test, f"other pairs, {part}", color="black", ls=ls)
-            draw_seeds(middle, d.r, part, **plainly("FACT", ls))
-        draw_seeds(left, looks_of(r).train, "training pairs", color="grey", ls="--")
+        fig, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.9))
+        _draw_parts(axes[0], axes[1], r)
         for column, shares in circulant_shares(r)[list(SHOWN)].items():
-            draw_seeds(right, shares, NAMES[column], **plainly(SHOWN[column]))
-        for ax, title in zip((left, middle, right), ("accuracy", r"mean $r$", "circulant share")):
+            draw_seeds(axes[2], shares, NAMES[column], **plainly(SHOWN[column]))
+        for ax, title in zip(axes, titles):
             ax.set(xlabel="step", title=title, ylim=(0, None))
             ax.legend(fontsize=6)
     return fig
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #397b06f2
+def _draw_correlations(ax: Axes, looks: pd.DataFrame) -> None: # of `looks_of`
+    "The four quantities of one part."
+    for column, kind in dict(pearson="FACT", fact="other", agop="AGOP", enfa="eNFA").items():
+        draw_seeds(ax, looks[column], LABELS[column], **plainly(kind))
+
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #90258d70
 def draw_correlations(r: Result) -> plt.Figure:
     "Mean correlation with WᵀW of the four quantities over training, a panel per part."
-    kinds = dict(pearson="FACT", fact="other", agop="AGOP", enfa="eNFA")
     parts = [p for p in PARTS if len(looks_of(r, p))]
     with style():
         fig, axes = plt.subplots(1, len(parts), figsize=(WIDTH, 2.6), sharey=True, squeeze=False)
         for ax, part in zip(axes[0], parts):
-            d = looks_of(r, part)
-            for column, kind in kinds.items():
-                draw_seeds(ax, d[column], LABELS[column], **plainly(kind))
+            _draw_correlations(ax, looks_of(r, part))
             ax.set(xlabel="step", title=part)
         axes[0, 0].set_ylabel("mean correlation")
         axes[0, 0].legend(fontsize=7)

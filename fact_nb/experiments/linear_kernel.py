@@ -23,9 +23,8 @@ from ..machines.linear_kernel import LinearFit, Smoothed, certificate, linear_fi
 from ..machines.linear_kernel import nuclear_objective, proximal_minimum
 from ..machines.rfm import RFM
 from ..machines.updates import Fact, Nfa, UpdateRule, objective
-from ..lab.experiment import in_grid
 from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output
-from ..lab.experiment import judge, require
+from ..lab.experiment import in_grid, judge, require
 from ..lab.claims import threshold
 from ..lab.needs import Work
 from ..lab.statistics import interval
@@ -51,10 +50,15 @@ class Config:
 
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
-        counts = (self.seeds, self.d, self.n, self.n_test, self.rank, self.iters, *self.cs)
-        require(min(counts) >= 1, "seeds, d, n, n_test, rank, iters and cs must be at least 1")
-        require(min(self.ridges) > 0, "ridges must be positive")
-        require(self.noise >= 0, "noise must not be negative")
+        _check_numbers(self)
+
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #24c8463e
+def _check_numbers(c: Config) -> None:
+    "Sizes, ridges and noise with which something can be fitted."
+    counts = (c.seeds, c.d, c.n, c.n_test, c.rank, c.iters, *c.cs)
+    require(min(counts) >= 1, "seeds, d, n, n_test, rank, iters and cs must be at least 1")
+    require(min(c.ridges) > 0, "ridges must be positive")
+    require(c.noise >= 0, "noise must not be negative")
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #3cd9489b
 presets = dict(quick=Config(cs=(3, 12), ridges=(30.,), seeds=2, d=8, n=40, n_test=300),
@@ -75,10 +79,7 @@ class LinearData(NamedTuple):
     Y_test: Tensor
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #5c3b6b28
-def low_rank_data(cfg: Config,
-                  c: int, # outputs
-                  seed: int,
-                 ) -> LinearData:
+def low_rank_data(cfg: Config, c: int, seed: int) -> LinearData: # c: outputs
     "Gaussian inputs and targets that depend on at most `rank` directions of them."
     g = torch.Generator().manual_seed(seed)
     rand = lambda *size: torch.randn(*size, generator=g, dtype=torch.float64)
@@ -88,62 +89,56 @@ def low_rank_data(cfg: Config,
     return LinearData(X, signal + cfg.noise * signal.std() * rand(cfg.n, c), X_test, X_test @ B)
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #238b2c3c
-def outside(M: Tensor, # d × d
-            Q: Tensor, # d × k, orthonormal columns
-           ) -> float:
+def outside(M: Tensor, Q: Tensor) -> float: # d × d; d × k, orthonormal columns
     "‖M − PMP‖ / ‖M‖ with P = QQᵀ."
     return rel_err(M, Q @ (Q.T @ M @ Q) @ Q.T)
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #b9eaab8f
-def test_r2(B: Tensor, # d × c
-            data: LinearData,
-           ) -> float:
+def test_r2(B: Tensor, data: LinearData) -> float: # B: d × c
     "1 − squared error / squared signal, on the test points."
     left = (data.Y_test - data.X_test @ B).square().sum()
     return float(1 - left / data.Y_test.square().sum())
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #37736f74
-def iterate_row(M: Tensor, # d × d
-                fit: LinearFit, # of this M
-                Q: Tensor, # basis of the range of B₀
-                data: LinearData,
-               ) -> dict[str, float]:
-    "Every number of one iterate."
+def iterate_row(M: Tensor, fit: LinearFit, Q: Tensor, data: LinearData) -> dict[str, float]:
+    "Every number of one iterate; Q is a basis of the range of B₀."
     phi = float(objective(data.Y, fit.alpha, M))
     seen = certificate(M, fit.S)
     return dict(phi=phi, aligned=seen.aligned, top=seen.top, bound=seen.gap(phi),
                 outside=outside(M, Q), r2=test_r2(fit.B, data))
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #3d751fb7
-def metrics(name: str, # of an update
-            cfg: Config,
-            ridge: float,
-            data: LinearData,
-           ) -> Iterator[Tensor]: # d × d, iters + 1 of them
-    "The metrics that a machine with this update goes through."
+def metrics(name: str, cfg: Config, ridge: float, data: LinearData) -> Iterator[Tensor]: # d × d
+    "The metrics that a machine with this update goes through, iters + 1 of them."
     machine = RFM(Polynomial(degree=1, offset=0.), update=UPDATES[name], iters=cfg.iters,
                   ridge=ridge, normalize=None, progress=False)
-    for fit in machine.iterates(data.X, data.Y):
-        yield fit.M
+    yield from (fit.M for fit in machine.iterates(data.X, data.Y))
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #f65748a3
 def written_down(iters: int) -> set[int]:
     "Iterations that the result keeps."
     return {t for t in (0, 1, 2, 3, 5, 10, 20, 50, 100, 200) if t < iters} | {iters}
 
-# %% ../../nbs/experiments/14_linear_kernel.ipynb #20d85d7b
-def walk_rows(name: str, # of an update
-              path: list[Tensor], # its metrics
-              ridge: float,
-              data: LinearData,
-             ) -> list[dict[str, Any]]:
-    "The rows of one update."
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #f9c8fb6a
+def _first_range(ridge: float, data: LinearData) -> Tensor: # d × c, orthonormal columns
+    "A basis of the range of B₀, the coefficients of plain ridge regression."
     eye = torch.eye(data.X.shape[1], dtype=torch.float64)
-    Q = torch.linalg.qr(linear_fit(eye, data.X, data.Y, ridge).B)[0]
-    keep = written_down(len(path) - 1)
-    fits = {t: linear_fit(path[t], data.X, data.Y, ridge) for t in sorted(keep)}
+    return torch.linalg.qr(linear_fit(eye, data.X, data.Y, ridge).B)[0]
+
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #20d85d7b
+def walk_rows(name: str, path: list[Tensor], ridge: float, data: LinearData
+             ) -> list[dict[str, Any]]:
+    "The rows of one update along the metrics that it went through."
+    Q, kept = _first_range(ridge, data), sorted(written_down(len(path) - 1))
+    fits = {t: linear_fit(path[t], data.X, data.Y, ridge) for t in kept}
     return [dict(update=name, iter=t) | iterate_row(path[t], fit, Q, data)
             for t, fit in fits.items()]
+
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #ade346c4
+def _minimum(ridge: float, data: LinearData) -> dict[str, float]:
+    "What proximal gradients on the coefficients find, without any metric."
+    B = proximal_minimum(data.X, data.Y, ridge)
+    return dict(r2=test_r2(B, data), phi=nuclear_objective(B, data.X, data.Y, ridge))
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #97a70a73
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
@@ -152,27 +147,35 @@ def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     paths = {name: list(metrics(name, cfg, ridge, data)) for name in UPDATES}
     rows = [r for name, path in paths.items() for r in walk_rows(name, path, ridge, data)]
     same = max(rel_err(A, B) for A, B in zip(paths["geometric"], paths["nfa"]))
-    B = proximal_minimum(data.X, data.Y, ridge)
-    best = dict(update="proximal", iter=cfg.iters, same=same, r2=test_r2(B, data),
-                phi=nuclear_objective(B, data.X, data.Y, ridge))
+    best = dict(update="proximal", iter=cfg.iters, same=same) | _minimum(ridge, data)
     return Output([*rows, best])
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #79487dcb
-def run_ends(r: Result) -> pd.DataFrame: # a row per data set, ridge and update
-    "The last iterate of every run and its distance from the minimum."
-    d = r.df[r.df.iter == r.config["iters"]]
-    best = d[d["update"] == "proximal"].set_index(["c", "ridge", "seed"])
-    runs = d[d["update"] != "proximal"].set_index(["c", "ridge", "seed"])
+DATA_SET = ["c", "ridge", "seed"] # what names the runs that share their minimum
+
+def _beside_minimum(r: Result) -> pd.DataFrame: # a row per data set, ridge, update and iterate
+    "Every iterate and its distance from the minimum."
+    best = r.df[r.df["update"] == "proximal"].set_index(DATA_SET)
+    runs = r.df[r.df["update"] != "proximal"].set_index(DATA_SET)
     low = best.phi.reindex(runs.index)
     return runs.assign(gap=runs.phi / low - 1, relative_bound=runs.bound / low,
                        best_r2=best.r2.reindex(runs.index)).reset_index()
 
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #0e4a6fce
+def run_ends(r: Result) -> pd.DataFrame: # a row per data set, ridge and update
+    "The last iterate of every run and its distance from the minimum."
+    d = _beside_minimum(r)
+    return d[d.iter == r.config["iters"]].reset_index(drop=True)
+
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #ef088316
+def _ends_by_update(r: Result) -> pd.DataFrame: # index: DATA_SET
+    "φ at the end of each update."
+    return run_ends(r).pivot(index=DATA_SET, columns="update", values="phi")
+
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #55fbd4d9
 def judge_one_update(r: Result) -> Judgement:
     "linear-one-update."
-    same = r.df[r.df["update"] == "proximal"].same.max()
-    ends = run_ends(r)
-    phi = ends.pivot(index=["c", "ridge", "seed"], columns="update", values="phi")
+    same, phi = r.df[r.df["update"] == "proximal"].same.max(), _ends_by_update(r)
     apart = (phi.plain / phi.geometric - 1).abs().max()
     limit, least = (threshold("linear-one-update", k) for k in ("same", "apart"))
     return judge(bool(same <= limit and apart >= least),
@@ -186,16 +189,26 @@ def stalled(r: Result) -> pd.DataFrame: # ends of the three updates where c < d
     return ends[(ends.c < r.config["d"]) & (ends["update"] != "smoothed")]
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #97a67f54
+def _most_outside(r: Result) -> float:
+    "The largest part of M outside its first range, after the first step and where c < d."
+    d = r.df
+    later = (d.iter >= 1) & (d.c < r.config["d"]) & d["update"].isin(("geometric", "nfa", "plain"))
+    return d[later].outside.max()
+
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #007bc7a0
+def _stall_words(runs: pd.DataFrame, out: float) -> str:
+    "Our value of linear-stall."
+    return (f"{len(runs)} runs: at most {out:.0e} of M outside the first range; "
+            f"at the end ‖(I − S)M‖/‖M‖ ≥ {runs.aligned.min():.2g}, "
+            f"top eigenvalue of S ≥ {runs.top.min():.3g}")
+
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #c20a83fc
 def judge_stall(r: Result) -> Judgement:
     "linear-stall."
-    runs, d = stalled(r), r.df
-    later = (d.iter >= 1) & (d.c < r.config["d"]) & d["update"].isin(("geometric", "nfa", "plain"))
-    out = d[later].outside.max()
+    runs, out = stalled(r), _most_outside(r)
     most, aligned, top = (threshold("linear-stall", k) for k in ("outside", "aligned", "top"))
     ok = out <= most and runs.aligned.min() >= aligned and runs.top.min() >= top
-    return judge(bool(ok), f"{len(runs)} runs: at most {out:.0e} of M outside the first range; "
-                 f"at the end ‖(I − S)M‖/‖M‖ ≥ {runs.aligned.min():.2g}, "
-                 f"top eigenvalue of S ≥ {runs.top.min():.3g}",
+    return judge(bool(ok), _stall_words(runs, out),
                  f"φ is {runs.gap.min():.1e} to {runs.gap.max():.1e} above its minimum")
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #cee2c9bf
@@ -246,11 +259,17 @@ LOOKS = dict(geometric=("geometric FACT = NFA, $s=1/2$", "FACT"), plain=("plain 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #2cacbcb4
 def gap_table(r: Result) -> pd.DataFrame: # index: iteration; columns: c, update
     "Median over data sets and ridges of φ / min φ − 1, by iteration."
-    d = r.df[r.df["update"] != "proximal"]
-    best = r.df[r.df["update"] == "proximal"].set_index(["c", "ridge", "seed"]).phi
-    low = best.reindex(pd.MultiIndex.from_frame(d[["c", "ridge", "seed"]])).to_numpy()
-    d = d.assign(gap=d.phi / low - 1)
+    d = _beside_minimum(r)
     return d.pivot_table(index="iter", columns=["c", "update"], values="gap", aggfunc="median")
+
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #7fd4b42e
+def _gap_panel(ax: plt.Axes, table: pd.DataFrame) -> None: # a column per update
+    "One number of outputs."
+    for name, (label, kind) in LOOKS.items():
+        small = look(kind) | dict(markersize=3)
+        ax.plot(table[name].clip(lower=1e-12), label=label, **small)
+    ax.set(yscale="log", xlabel="iteration")
+    ax.set_xscale("symlog", linthresh=1)
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #52d90b84
 def draw_gap(r: Result) -> plt.Figure:
@@ -260,27 +279,27 @@ def draw_gap(r: Result) -> plt.Figure:
     with style():
         fig, axes = plt.subplots(1, len(cs), figsize=(WIDTH, 2.6), sharey=True, squeeze=False)
         for ax, c in zip(axes[0], cs):
-            for name, (label, kind) in LOOKS.items():
-                small = look(kind) | dict(markersize=3)
-                ax.plot(table[c][name].clip(lower=1e-12), label=label, **small)
-            ax.set(yscale="log", title=f"$c$ = {c}", xlabel="iteration")
-            ax.set_xscale("symlog", linthresh=1)
+            _gap_panel(ax, table[c])
+            ax.set_title(f"$c$ = {c}")
         axes[0, 0].set_ylabel(r"$\varphi/\min\varphi-1$")
         fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return fig
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #ad551f77
+def _draw_gains(ax: plt.Axes, found: pd.DataFrame) -> None: # an estimate a row
+    "Estimates with their intervals, one below the other."
+    error, where = [found.value - found.low, found.high - found.value], range(len(found))
+    ax.errorbar(found.value, where, xerr=error, fmt="o", color=COLOURS["FACT"], capsize=3)
+    ax.axvline(0, color="black", lw=1)
+    ax.set(yticks=where, yticklabels=found["name"], ylim=(-.5, len(found) - .5),
+           xlabel="gain in test $R^2$: minimum over stalled point")
+
+# %% ../../nbs/experiments/14_linear_kernel.ipynb #0a22fbfe
 def draw_accuracy(r: Result) -> plt.Figure:
     "What the minimum gains in prediction over the stalled point."
-    found = pd.DataFrame([vars(e) for e in accuracy_gain(r)])
-    error = [found.value - found.low, found.high - found.value]
-    where = range(len(found))
     with style():
         fig, ax = plt.subplots(figsize=(WIDTH * .6, 2.4))
-        ax.errorbar(found.value, where, xerr=error, fmt="o", color=COLOURS["FACT"], capsize=3)
-        ax.axvline(0, color="black", lw=1)
-        ax.set(yticks=where, yticklabels=found["name"], ylim=(-.5, len(found) - .5),
-               xlabel="gain in test $R^2$: minimum over stalled point")
+        _draw_gains(ax, pd.DataFrame([vars(e) for e in accuracy_gain(r)]))
     return fig
 
 # %% ../../nbs/experiments/14_linear_kernel.ipynb #77aac768

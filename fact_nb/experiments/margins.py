@@ -6,7 +6,7 @@
 __all__ = ['experiment', 'by_layer', 'fall_table', 'draw_fall']
 
 # %% ../../nbs/experiments/17_margins.ipynb #mx0008
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,23 @@ class Config:
         "Raise a UsageError for settings that cannot be run."
         require(set(self.starts) <= set(STARTS), f"starts must be among {', '.join(STARTS)}")
         require(self.seeds >= 1 and self.width >= 1, "seeds and width must be at least 1")
-        require(len(self.levels) >= 2 and list(self.levels) == sorted(self.levels, reverse=True),
-                "levels takes two falling numbers or more")
-        require(self.fall > 0, "fall must be positive")
-        P = self.width * (64 + self.width + 10)
-        require(10 <= self.n and 10 * self.n < P,
-                f"n must be at least 10 and below {P / 10:g}, a tenth of the parameters: with more "
-                "outputs than parameters dual weights hold for anything")
+        _check_descent(self)
+        _check_outputs(self)
+
+# %% ../../nbs/experiments/17_margins.ipynb #e653b6da
+def _check_descent(c: Config) -> None:
+    "A descent that has somewhere to go."
+    require(len(c.levels) >= 2 and list(c.levels) == sorted(c.levels, reverse=True),
+            "levels takes two falling numbers or more")
+    require(c.fall > 0, "fall must be positive")
+
+# %% ../../nbs/experiments/17_margins.ipynb #9ec1b945
+def _check_outputs(c: Config) -> None:
+    "Fewer outputs than parameters."
+    P = c.width * (64 + c.width + 10)
+    require(10 <= c.n and 10 * c.n < P,
+            f"n must be at least 10 and below {P / 10:g}, a tenth of the parameters: with more "
+            "outputs than parameters dual weights hold for anything")
 
 # %% ../../nbs/experiments/17_margins.ipynb #mx0014
 presets = dict(quick=Config(starts=("small",), seeds=1, n=30, width=16, levels=(-2., -16.),
@@ -82,21 +92,30 @@ def homogeneous_net(cfg: Config, unit: dict[str, Any]) -> nn.Sequential:
     return net
 
 # %% ../../nbs/experiments/17_margins.ipynb #mx0021
+def _beside_dual(net: nn.Sequential, X: Tensor, table: pd.DataFrame) -> pd.DataFrame:
+    "A table of layers with dual weights beside it."
+    dual = dual_fact(net, X)
+    table = table.assign(r_dual=dual.table().r, pearson_dual=dual.table().pearson)
+    table.insert(0, "off", dual.off)
+    return table
+
+# %% ../../nbs/experiments/17_margins.ipynb #b21f2840
+def _level_rows(net: nn.Sequential, X: Tensor, y: Tensor, with_dual: bool) -> list[dict[str, Any]]:
+    "A row a layer: FACT with the effective decay, and dual weights if asked for."
+    seen = margin_fact(net, X, y)
+    common = dict(log_loss=seen.log_loss, cos=seen.cos, log_decay=seen.log_decay)
+    if not with_dual: return [common | row for row in seen.table().to_dict("records")]
+    return [common | row for row in _beside_dual(net, X, seen.table()).to_dict("records")]
+
+# %% ../../nbs/experiments/17_margins.ipynb #1058b375
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One training, read at each level."
     X, y = digits_to_separate(cfg.n)
     net = homogeneous_net(cfg, unit)
-    rows = []
+    rows, ends = [], (cfg.levels[0], cfg.levels[-1])
     for level, moment in zip(cfg.levels, margin_descent(net, X, y, cfg.levels, fall=cfg.fall)):
-        seen = margin_fact(net, X, y)
-        table = seen.table()
-        common = dict(level=level, step=moment.step, log_loss=seen.log_loss, cos=seen.cos,
-                      log_decay=seen.log_decay)
-        if level in (cfg.levels[0], cfg.levels[-1]):
-            dual = dual_fact(net, X)
-            table = table.assign(r_dual=dual.table().r, pearson_dual=dual.table().pearson)
-            common["off"] = dual.off
-        rows += [common | row for row in table.to_dict("records")]
+        seen = _level_rows(net, X, y, with_dual=level in ends)
+        rows += [dict(level=level, step=moment.step) | row for row in seen]
     return Output(rows)
 
 # %% ../../nbs/experiments/17_margins.ipynb #mx0023
@@ -117,28 +136,42 @@ def r_estimates(r: Result) -> tuple[Estimate, ...]:
     return tuple(found)
 
 # %% ../../nbs/experiments/17_margins.ipynb #mx0025
+def _margin_words(levels: Sequence[float], first: pd.DataFrame, last: pd.DataFrame) -> str:
+    "Our value of margin-fact: both ends of the training."
+    return (f"at log L = {levels[-1]:g}: pearson ≥ {last.pearson.min():.3f}, r "
+            f"{last.r.min():.2f} to {last.r.max():.2f}; at {levels[0]:g}: r "
+            f"{first.r.min():.2f} to {first.r.max():.2f}")
+
+# %% ../../nbs/experiments/17_margins.ipynb #10ef9a9e
 def judge_margin(r: Result) -> Judgement:
     "margin-fact."
     levels = r.config["levels"]
     first, last = by_layer(r, levels[0]), by_layer(r, levels[-1])
     least, most = (threshold("margin-fact", k) for k in ("pearson", "r"))
     ok = last.pearson.min() >= least and last.r.max() <= most and (last.r < first.r).all()
-    return judge(bool(ok), f"at log L = {levels[-1]:g}: pearson ≥ {last.pearson.min():.3f}, r "
-                 f"{last.r.min():.2f} to {last.r.max():.2f}; at {levels[0]:g}: r "
-                 f"{first.r.min():.2f} to {first.r.max():.2f}", estimates=r_estimates(r))
+    return judge(bool(ok), _margin_words(levels, first, last), estimates=r_estimates(r))
 
 # %% ../../nbs/experiments/17_margins.ipynb #mx0027
+def _most_off(d: pd.DataFrame) -> float:
+    "How much further dual weights are from θ than the sine of the angle; below 0: nearer."
+    sines = (1 - d.cos.clip(upper=1)**2)**.5
+    return (d.off - sines).max()
+
+# %% ../../nbs/experiments/17_margins.ipynb #93ce6f4f
+def _bounds_words(d: pd.DataFrame, off: float) -> str:
+    "Our value of margin-bounds: how tight the bounds are."
+    above, below = d.r / d.upper, d.lower / d.r
+    return (f"{len(d)} rows: r is {above.min():.2f} to {above.max():.2f} "
+            f"of its upper bound, the lower one {below.min():.0e} to "
+            f"{below.max():.2f} of r; dual weights at least {-off:.2f} nearer to θ "
+            "than the sine of the angle")
+
+# %% ../../nbs/experiments/17_margins.ipynb #3dc1f219
 def judge_bounds(r: Result) -> Judgement:
     "margin-bounds."
-    d, slack = r.df, threshold("margin-bounds", "slack")
-    below, above = (d.lower - d.r).max(), (d.r - d.upper).max()
-    sines = (1 - d.cos.clip(upper=1)**2)**.5
-    off = (d.off - sines).max()
-    return judge(bool(max(below, above, off) <= slack),
-                 f"{len(d)} rows: r is {(d.r / d.upper).min():.2f} to {(d.r / d.upper).max():.2f} "
-                 f"of its upper bound, the lower one {(d.lower / d.r).min():.0e} to "
-                 f"{(d.lower / d.r).max():.2f} of r; dual weights at least {-off:.2f} nearer to θ "
-                 "than the sine of the angle")
+    d, off = r.df, _most_off(r.df)
+    worst = max((d.lower - d.r).max(), (d.r - d.upper).max(), off)
+    return judge(bool(worst <= threshold("margin-bounds", "slack")), _bounds_words(d, off))
 
 # %% ../../nbs/experiments/17_margins.ipynb #mx0028
 judges = {"margin-fact": judge_margin, "margin-bounds": judge_bounds}
@@ -188,7 +221,7 @@ ON_HOST = "a small float64 network, followed step by step: a device would only w
 
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
-    steps = (1 + math.fabs(cfg.levels[-1])) / cfg.fall
+    steps = (1 + abs(cfg.levels[-1])) / cfg.fall
     svd = 2 * 10. * (10 * cfg.n)**2 * cfg.width * (74 + cfg.width)
     return Work(flops64=svd, steps=60. * steps, cpu_only=ON_HOST, double=True)
 

@@ -26,8 +26,8 @@ from ..networks.models import mlp
 from ..networks.training import cross_entropy, lr_at
 from ..runtime import seeded
 from ..lab.claims import threshold
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Experiment, Figure, Judgement, Output, judge, require
+from ..lab.experiment import Context, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
 from ..lab.marks import resting_on
 from ..lab.needs import Work
 from ..lab.statistics import mean_estimate, share_estimate
@@ -58,15 +58,28 @@ class Config:
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
         require(set(self.parts) <= set(PARTS), f"parts must be among {', '.join(PARTS)}")
-        pairs = ((self.rates, self.batches), (self.cosine_rates, self.cosine_batches))
-        require(all(len(a) == len(b) for a, b in pairs), "every rate needs a batch beside it")
-        require(1 <= self.least <= self.most, "least must be between 1 and most")
-        counts = (self.seeds, self.snapshots, self.looks, self.samples, self.width,
-                  *self.batches, *self.cosine_batches)
-        require(min(counts) >= 1, "seeds, snapshots, looks, samples, width, batches must be ≥ 1")
-        positive = (*self.decays, *self.rates, *self.cosine_rates, self.length)
-        require(min(positive) > 0, "decays, rates and length must be positive")
-        require(20 <= self.images <= 1500, "images must be between 20 and 1500")
+        for check in (_check_grids, _check_counts, _check_ranges):
+            check(self)
+
+# %% ../../nbs/experiments/20_noise.ipynb #1355e1f7
+def _check_grids(c: Config) -> None:
+    "Rates with a batch each, and bounds for the steps that make sense."
+    pairs = ((c.rates, c.batches), (c.cosine_rates, c.cosine_batches))
+    require(all(len(a) == len(b) for a, b in pairs), "every rate needs a batch beside it")
+    require(1 <= c.least <= c.most, "least must be between 1 and most")
+
+# %% ../../nbs/experiments/20_noise.ipynb #ca145d3c
+def _check_counts(c: Config) -> None:
+    "At least one of everything that is counted."
+    counts = (c.seeds, c.snapshots, c.looks, c.samples, c.width, *c.batches, *c.cosine_batches)
+    require(min(counts) >= 1, "seeds, snapshots, looks, samples, width, batches must be ≥ 1")
+
+# %% ../../nbs/experiments/20_noise.ipynb #f40fac9d
+def _check_ranges(c: Config) -> None:
+    "Decays, rates and the number of images."
+    positive = (*c.decays, *c.rates, *c.cosine_rates, c.length)
+    require(min(positive) > 0, "decays, rates and length must be positive")
+    require(20 <= c.images <= 1500, "images must be between 20 and 1500")
 
 # %% ../../nbs/experiments/20_noise.ipynb #ac55af99
 presets = dict(
@@ -91,17 +104,24 @@ class NoiseData(NamedTuple):
     y: Tensor # n classes
 
 # %% ../../nbs/experiments/20_noise.ipynb #76ca2a3a
-def deviations(net: nn.Module, data: NoiseData, decay: float,
-               rows: Tensor, # which samples
-              ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]: # g̃ᵢ and H g̃ᵢ, by name
+Tensors = tuple[Tensor, ...] # one for each parameter
+Named = dict[str, Tensor] # the same by name
+
+def _hessian_times(v: list[Tensor], mean: Tensors, params: Tensors) -> Tensors:
+    "The Hessian of the loss times v, from the mean gradient and its graph."
+    along = torch.stack([(m * x).sum() for m, x in zip(mean, v)]).sum()
+    return torch.autograd.grad(along, params, retain_graph=True)
+
+# %% ../../nbs/experiments/20_noise.ipynb #9500666c
+def deviations(net: nn.Module, data: NoiseData, decay: float, rows: Tensor
+              ) -> Iterator[tuple[Named, Named]]: # g̃ᵢ and H g̃ᵢ
     "Each sample's gradient less the mean, and the Hessian, decay included, times it."
     names, params = zip(*net.named_parameters())
     mean = torch.autograd.grad(cross_entropy(net(data.X), data.y), params, create_graph=True)
     for i in rows.tolist():
         one = torch.autograd.grad(cross_entropy(net(data.X[i:i + 1]), data.y[i:i + 1]), params)
         g = [a - m.detach() for a, m in zip(one, mean)]
-        along = torch.stack([(m * v).sum() for m, v in zip(mean, g)]).sum()
-        Hg = torch.autograd.grad(along, params, retain_graph=True)
+        Hg = _hessian_times(g, mean, params)
         yield dict(zip(names, g)), {k: h + decay * v for k, h, v in zip(names, Hg, g)}
 
 # %% ../../nbs/experiments/20_noise.ipynb #6de0a28b
@@ -111,54 +131,59 @@ class Tremble(NamedTuple):
     shift: float # σ: the mean of tr FACT is below tr WᵀW by the share σ·η/b
 
 # %% ../../nbs/experiments/20_noise.ipynb #d22e2423
-def tremble(net: nn.Module, # at rest: trained with decay, the rate annealed
-            data: NoiseData, # that it was trained on
-            decay: float, # λ of training
-            samples: int = 200, # rows that are averaged over
-            seed: int = 0, # which rows
-           ) -> dict[str, Tremble]: # name of a matrix → its two numbers
+def _tremble_of(W: Tensor, spread: float, size: float, decay: float) -> Tremble:
+    "κ and σ of a matrix, from means of ⟨WᵀG̃, WᵀHG̃⟩ and of ‖G̃‖²."
+    return Tremble(math.sqrt(max(spread, 0.) / 2) / (decay * float((W.T @ W).norm())),
+                   size / (2 * decay * float(W.square().sum())))
+
+# %% ../../nbs/experiments/20_noise.ipynb #525c61a5
+def tremble(
+    net: nn.Module, # at rest: trained with decay, the rate annealed
+    data: NoiseData, # that it was trained on
+    decay: float, # λ of training
+    samples: int = 200, # rows that are averaged over
+    seed: int = 0, # which rows
+) -> dict[str, Tremble]: # name of a matrix → its two numbers
     "κ and σ of every weight matrix of a perceptron, from one point."
     order = torch.randperm(len(data.X), generator=torch.Generator().manual_seed(seed))
-    matrices = {k: p.detach() for k, p in net.named_parameters() if p.ndim == 2}
-    spread, size = dict.fromkeys(matrices, 0.), dict.fromkeys(matrices, 0.)
+    Ws = {k: p.detach() for k, p in net.named_parameters() if p.ndim == 2}
+    spread, size = dict.fromkeys(Ws, 0.), dict.fromkeys(Ws, 0.)
     rows = order[:samples]
     for g, Hg in deviations(net, data, decay, rows):
-        for k, W in matrices.items():
+        for k, W in Ws.items():
             spread[k] += float(((W.T @ g[k]) * (W.T @ Hg[k])).sum()) / len(rows)
             size[k] += float(g[k].square().sum()) / len(rows)
-    return {k.removesuffix(".weight"): Tremble(
-                math.sqrt(max(spread[k], 0.) / 2) / (decay * float((W.T @ W).norm())),
-                size[k] / (2 * decay * float(W.square().sum()))) for k, W in matrices.items()}
+    return {k.removesuffix(".weight"): _tremble_of(W, spread[k], size[k], decay)
+            for k, W in Ws.items()}
 
 # %% ../../nbs/experiments/20_noise.ipynb #f18fabd7
-def predicted_error(scatter: float, # κ
-                    lr: float, # η
-                    batch: int, # b
-                   ) -> float: # κ√(η/b)
+def predicted_error(scatter: float, lr: float, batch: int) -> float: # κ√(η/b)
     "The relative error of a snapshot of FACT at a constant rate."
     return scatter * math.sqrt(lr / batch)
 
 # %% ../../nbs/experiments/20_noise.ipynb #313f25e1
-def predicted_jump(error: float, # κ√(η/b) at the first rate
-                  ) -> float: # share of training
+def predicted_jump(error: float) -> float: # κ√(η/b) at the first rate → share of training
     "When the correlation passes one half under a cosine."
     return 2 / math.pi * math.acos(min(math.sqrt(3) / error, 1.))
 
 # %% ../../nbs/experiments/20_noise.ipynb #5ba19935
+def _noisy_step(net: nn.Module, data: NoiseData, rows: Tensor, lr: float, decay: float) -> None:
+    "A step of gradient descent with decay on some rows, in place."
+    params = list(net.parameters())
+    grads = torch.autograd.grad(cross_entropy(net(data.X[rows]), data.y[rows]), params)
+    with torch.no_grad():
+        for p, g in zip(params, grads):
+            p.sub_(g + decay * p, alpha=lr)
+
+# %% ../../nbs/experiments/20_noise.ipynb #e610e69f
 def noisy_descent(net: nn.Module, data: NoiseData, unit: dict[str, Any], steps: int,
-                  look: Callable[[int], None], # called after steps in `at`
-                  at: frozenset[int], # steps
-                 ) -> None:
-    "Stochastic gradient descent with decay, in place; annealed or at a constant rate."
-    gen, params = torch.Generator().manual_seed(unit["seed"]), list(net.parameters())
+                  look: Callable[[int], None], at: frozenset[int]) -> None:
+    "Descent in place, annealed or at a constant rate; `look` is called after the steps in `at`."
+    gen = torch.Generator().manual_seed(unit["seed"])
     schedule = "cosine" if unit["part"] == "annealed" else "constant"
     for t in range(steps):
         rows = torch.randint(len(data.X), (unit["batch"],), generator=gen).to(data.X.device)
-        grads = torch.autograd.grad(cross_entropy(net(data.X[rows]), data.y[rows]), params)
-        lr = lr_at(t, steps, unit["lr"], schedule)
-        with torch.no_grad():
-            for p, g in zip(params, grads):
-                p.sub_(g + unit["decay"] * p, alpha=lr)
+        _noisy_step(net, data, rows, lr_at(t, steps, unit["lr"], schedule), unit["decay"])
         if t + 1 in at:
             look(t + 1)
 
@@ -194,6 +219,20 @@ def steps_of(cfg: Config, unit: dict[str, Any]) -> int:
     return int(min(max(cfg.length / (unit["lr"] * unit["decay"]), cfg.least), cfg.most))
 
 # %% ../../nbs/experiments/20_noise.ipynb #b0d2f3f5
+def _prediction_rows(net: nn.Module, data: NoiseData, cfg: Config, unit: dict[str, Any]
+                    ) -> list[dict[str, Any]]: # empty at a constant rate
+    "κ and σ at the end of an annealed training."
+    if unit["part"] != "annealed": return []
+    found = tremble(net, data, unit["decay"], cfg.samples)
+    return [dict(kind="prediction", layer=k) | v._asdict() for k, v in found.items()]
+
+# %% ../../nbs/experiments/20_noise.ipynb #cb504a66
+def _accuracy(net: nn.Module, data: NoiseData) -> float:
+    "The share of the data that is classified as it should."
+    with torch.no_grad():
+        return float((net(data.X).argmax(-1) == data.y).float().mean())
+
+# %% ../../nbs/experiments/20_noise.ipynb #78c9c5aa
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One training with its looks; at the end of an annealed one, the prediction."
     data, steps = noise_data(cfg, ctx), steps_of(cfg, unit)
@@ -204,30 +243,35 @@ def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
         rows.extend(dict(kind="look", share=t / steps) | row
                     for row in snapshot_rows(net, data, unit["decay"]))
     noisy_descent(net, data, unit, steps, look, looked_at(cfg, unit, steps))
-    if unit["part"] == "annealed":
-        found = tremble(net, data, unit["decay"], cfg.samples)
-        rows += [dict(kind="prediction", layer=k) | v._asdict() for k, v in found.items()]
-    with torch.no_grad():
-        accuracy = float((net(data.X).argmax(-1) == data.y).float().mean())
-    return Output([row | dict(accuracy=accuracy) for row in rows])
+    rows += _prediction_rows(net, data, cfg, unit)
+    return Output([row | dict(accuracy=_accuracy(net, data)) for row in rows])
 
 # %% ../../nbs/experiments/20_noise.ipynb #8a4ca484
+def _rows_of(r: Result, part: str, kind: str) -> pd.DataFrame: # kind: look or prediction
+    "The rows of one part and kind."
+    return r.df[(r.df.part == part) & (r.df.kind == kind)]
+
+# %% ../../nbs/experiments/20_noise.ipynb #14bef574
 SETTING = ["decay", "lr", "batch", "layer"]
 
 def predictions(r: Result) -> pd.DataFrame: # index: decay, layer
     "κ and σ of the first annealed setting, means over seeds."
-    d = r.df[(r.df.part == "annealed") & (r.df.kind == "prediction")]
+    d = _rows_of(r, "annealed", "prediction")
     first = d[(d.lr == d.lr.iloc[0]) & (d.batch == d.batch.iloc[0])]
     return first.groupby(["decay", "layer"])[["scatter", "shift"]].mean()
 
 # %% ../../nbs/experiments/20_noise.ipynb #af434584
+def _seen_at_constant_rate(r: Result) -> pd.DataFrame: # a row per setting and matrix
+    "Error, bias, correlation and accuracy over snapshots and seeds."
+    d = _rows_of(r, "constant", "look")
+    d = d.assign(square=d.r ** 2).groupby(SETTING)
+    return pd.DataFrame(dict(r=d.square.mean() ** .5, bias=d.trace.mean(),
+                             pearson=d.pearson.mean(), accuracy=d.accuracy.min())).reset_index()
+
+# %% ../../nbs/experiments/20_noise.ipynb #ee9f1d7f
 def constant_table(r: Result) -> pd.DataFrame: # a row per setting and matrix
     "Error and bias at a constant rate, seen and predicted."
-    d = r.df[(r.df.part == "constant") & (r.df.kind == "look")]
-    d = d.assign(square=d.r ** 2).groupby(SETTING)
-    seen = pd.DataFrame(dict(r=d.square.mean() ** .5, bias=d.trace.mean(),
-                             pearson=d.pearson.mean(), accuracy=d.accuracy.min())).reset_index()
-    both = seen.join(predictions(r), on=["decay", "layer"])
+    both = _seen_at_constant_rate(r).join(predictions(r), on=["decay", "layer"])
     noise = both.lr / both.batch
     return both.assign(r_predicted=both.scatter * noise ** .5,
                        bias_predicted=-both["shift"] * noise)
@@ -244,53 +288,67 @@ def enough_seeds(r: Result) -> bool:
     return set(r.df.part) == set(PARTS) and r.df.seed.nunique() >= 3
 
 # %% ../../nbs/experiments/20_noise.ipynb #2ae7ea3a
+def _within_range(r: Result) -> pd.DataFrame: # of `constant_table`
+    "The settings and matrices for which the linear theory is meant."
+    d = constant_table(r)
+    return d[d.r_predicted <= threshold("noise-scatter", "linear")]
+
+# %% ../../nbs/experiments/20_noise.ipynb #3ff6d5d6
+def _judge_ratio(id: str, seen: pd.Series, predicted: pd.Series, shown: str) -> Judgement:
+    "Is enough of what was seen within a factor of what was predicted?"
+    good, ratio = within(seen, predicted, threshold(id, "factor")), seen / predicted
+    share = share_estimate("settings and matrices within", int(good.sum()), len(good), "cases")
+    return judge(bool(good.mean() >= threshold(id, "share")),
+                 f"{good.sum()} of {len(good)}; seen over predicted {ratio.min():.2f} to "
+                 f"{ratio.max():.2f}, median {ratio.median():.2f}; {shown}", estimates=(share,))
+
+# %% ../../nbs/experiments/20_noise.ipynb #bf95a3b1
 def judge_scatter(r: Result) -> Judgement | None:
     "noise-scatter."
     if not enough_seeds(r): return None
-    id, d = "noise-scatter", constant_table(r)
-    d = d[d.r_predicted <= threshold(id, "linear")]
-    good = within(d.r, d.r_predicted, threshold(id, "factor"))
-    ratio = d.r / d.r_predicted
-    share = share_estimate("settings and matrices within", int(good.sum()), len(d), "cases")
-    return judge(bool(good.mean() >= threshold(id, "share")),
-                 f"{good.sum()} of {len(d)}; seen over predicted {ratio.min():.2f} to "
-                 f"{ratio.max():.2f}, median {ratio.median():.2f}; r from {d.r.min():.2f} to "
-                 f"{d.r.max():.2f}", estimates=(share,))
+    d = _within_range(r)
+    shown = f"r from {d.r.min():.2f} to {d.r.max():.2f}"
+    return _judge_ratio("noise-scatter", d.r, d.r_predicted, shown)
 
 # %% ../../nbs/experiments/20_noise.ipynb #79582b37
 def judge_bias(r: Result) -> Judgement | None:
     "noise-bias."
     if not enough_seeds(r): return None
-    id, d = "noise-bias", constant_table(r)
-    d = d[d.r_predicted <= threshold("noise-scatter", "linear")]
-    good = within(d.bias, d.bias_predicted, threshold(id, "factor"))
-    ratio = d.bias / d.bias_predicted
-    share = share_estimate("settings and matrices within", int(good.sum()), len(d), "cases")
-    return judge(bool(good.mean() >= threshold(id, "share")),
-                 f"{good.sum()} of {len(d)}; seen over predicted {ratio.min():.2f} to "
-                 f"{ratio.max():.2f}, median {ratio.median():.2f}; bias {d.bias.min():.1%} to "
-                 f"{d.bias.max():.1%} of the trace", estimates=(share,))
+    d = _within_range(r)
+    shown = f"bias {d.bias.min():.1%} to {d.bias.max():.1%} of the trace"
+    return _judge_ratio("noise-bias", d.bias, d.bias_predicted, shown)
 
 # %% ../../nbs/experiments/20_noise.ipynb #e6dfce8e
-def last_below(curve: pd.Series, # correlation over the share of training
-               level: float = .5,
-              ) -> float: # 0 where it never is below
+def last_below(curve: pd.Series, level: float = .5) -> float: # index: share of training; 0: never
     "The share of training at which a smoothed curve is below a level for the last time."
     smooth = curve.rolling(5, center=True, min_periods=1).median()
     below = smooth.index[smooth < level]
     return float(below.max()) if len(below) else 0.
 
 # %% ../../nbs/experiments/20_noise.ipynb #994019c0
+def _jumps_seen(r: Result) -> pd.DataFrame: # a row per setting and matrix
+    "When the mean curve over seeds passes one half; the first tenth of training is left out."
+    d = _rows_of(r, "annealed", "look")
+    mean = d[d.share > .1].groupby([*SETTING, "share"]).pearson.mean()
+    seen = mean.groupby(SETTING).apply(lambda c: last_below(c.droplevel(SETTING)))
+    return seen.rename("jump").reset_index()
+
+# %% ../../nbs/experiments/20_noise.ipynb #ffa259f1
 def jump_table(r: Result) -> pd.DataFrame: # a row per setting and matrix
     "When the correlation passes one half under a cosine, seen and predicted."
-    d = r.df[(r.df.part == "annealed") & (r.df.kind == "look") & (r.df.share > .1)]
-    mean = d.groupby([*SETTING, "share"]).pearson.mean()
-    seen = mean.groupby(SETTING).apply(lambda c: last_below(c.droplevel(SETTING)))
-    both = seen.rename("jump").reset_index().join(predictions(r), on=["decay", "layer"])
+    both = _jumps_seen(r).join(predictions(r), on=["decay", "layer"])
     error = both.scatter * (both.lr / both.batch) ** .5
     return both.assign(r_predicted=error, predicted=error.map(predicted_jump))
 
 # %% ../../nbs/experiments/20_noise.ipynb #126d7e08
+def _jump_words(d: pd.DataFrame, good: pd.Series) -> str: # of `jump_table`; near enough?
+    "Our value of noise-jump."
+    corr = float(np.corrcoef(d.jump, d.predicted)[0, 1])
+    return (f"{good.sum()} of {len(d)} within; seen {d.jump.min():.2f} to {d.jump.max():.2f} "
+            f"of training, predicted {d.predicted.min():.2f} to {d.predicted.max():.2f}, "
+            f"correlation {corr:.2f}")
+
+# %% ../../nbs/experiments/20_noise.ipynb #25d0a2f2
 def judge_jump(r: Result) -> Judgement | None:
     "noise-jump."
     if not enough_seeds(r): return None
@@ -298,11 +356,7 @@ def judge_jump(r: Result) -> Judgement | None:
     d = d[d.r_predicted >= threshold(id, "least")]
     gap = d.jump - d.predicted
     good = gap.abs() <= threshold(id, "gap")
-    corr = float(np.corrcoef(d.jump, d.predicted)[0, 1])
-    return judge(bool(good.mean() >= threshold(id, "share")),
-                 f"{good.sum()} of {len(d)} within; seen {d.jump.min():.2f} to {d.jump.max():.2f} "
-                 f"of training, predicted {d.predicted.min():.2f} to {d.predicted.max():.2f}, "
-                 f"correlation {corr:.2f}",
+    return judge(bool(good.mean() >= threshold(id, "share")), _jump_words(d, good),
                  estimates=(mean_estimate("seen − predicted", list(gap), "cases"),))
 
 # %% ../../nbs/experiments/20_noise.ipynb #084b944d
@@ -311,21 +365,23 @@ judges = {"noise-scatter": resting_on(judge_scatter, part=PARTS),
           "noise-jump": resting_on(judge_jump, part=("annealed",))}
 
 # %% ../../nbs/experiments/20_noise.ipynb #0725c601
+def _draw_decays(ax: plt.Axes, table: pd.DataFrame, x: str, y: str) -> None:
+    "Seen against predicted, a colour per decay."
+    for (lam, d), colour in zip(table.groupby("decay"), COLOURS.values()):
+        ax.plot(d[x], d[y], "o", ms=4, color=colour, label=rf"$\lambda={lam:g}$")
+
+# %% ../../nbs/experiments/20_noise.ipynb #bda24919
 def draw_collapse(r: Result) -> plt.Figure:
     "Errors and jumps, seen against predicted; a colour per decay."
     errors, jumps = constant_table(r), jump_table(r)
-    colours = dict(zip(sorted(set(errors.decay)), COLOURS.values()))
     with style():
         fig, (left, right) = plt.subplots(1, 2, figsize=(WIDTH * .9, 3.))
-        for lam, colour in colours.items():
-            e, j = errors[errors.decay == lam], jumps[jumps.decay == lam]
-            left.plot(e.r_predicted, e.r, "o", ms=4, color=colour, label=rf"$\lambda={lam:g}$")
-            right.plot(j.predicted, j.jump, "o", ms=4, color=colour)
+        _draw_decays(left, errors, "r_predicted", "r")
+        _draw_decays(right, jumps, "predicted", "jump")
         ends = [errors.r_predicted.min(), errors.r_predicted.max()]
         left.plot(ends, ends, color="black", lw=.8)
         right.plot([0, 1], [0, 1], color="black", lw=.8)
-        left.set(xlabel=r"predicted $\kappa\sqrt{\eta/b}$",
-                 ylabel=r"$r$ of a snapshot")
+        left.set(xlabel=r"predicted $\kappa\sqrt{\eta/b}$", ylabel=r"$r$ of a snapshot")
         right.set(xlabel="predicted share of training", ylabel="correlation passes ½")
         left.legend()
     return fig

@@ -65,16 +65,29 @@ class Config(Sums):
 
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
-        for p in (self.p, self.other_p):
-            require(is_prime(p) and p >= 5, f"p and other_p must be primes of at least 5, not {p}")
-        parts = self.fractions + self.other_fractions + self.long_fractions
-        require(all(0 < f < 1 for f in parts), "fractions must lie between 0 and 1")
-        require(set(self.parities) <= {2, 3}, "parities must be among 2 and 3")
-        counts = (self.seeds, self.other_seeds, self.long_seeds, self.iters,
-                  self.phi_iters, self.n, self.n_test)
-        require(min(counts) >= 1, "seeds, iterations and numbers of points must be at least 1")
-        require(min(self.ridge, self.parity_ridge, self.bandwidth) > 0 and self.max_n >= 0,
-                "ridges and bandwidth must be positive, max_n not negative")
+        for check in (_check_sums, _check_counts, _check_signs):
+            check(self)
+
+# %% ../../nbs/experiments/18_objectives.ipynb #fdc1ec8a
+def _check_sums(c: Sums) -> None:
+    "Prime moduli, and parts of the pairs."
+    for p in (c.p, c.other_p):
+        require(is_prime(p) and p >= 5, f"p and other_p must be primes of at least 5, not {p}")
+    parts = c.fractions + c.other_fractions + c.long_fractions
+    require(all(0 < f < 1 for f in parts), "fractions must lie between 0 and 1")
+
+# %% ../../nbs/experiments/18_objectives.ipynb #16e18360
+def _check_counts(c: Config) -> None:
+    "Parities that there are, and at least one of what is counted."
+    require(set(c.parities) <= {2, 3}, "parities must be among 2 and 3")
+    counts = (c.seeds, c.other_seeds, c.long_seeds, c.iters, c.phi_iters, c.n, c.n_test)
+    require(min(counts) >= 1, "seeds, iterations and numbers of points must be at least 1")
+
+# %% ../../nbs/experiments/18_objectives.ipynb #ecae3123
+def _check_signs(c: Config) -> None:
+    "Ridges and bandwidth above zero."
+    require(min(c.ridge, c.parity_ridge, c.bandwidth) > 0 and c.max_n >= 0,
+            "ridges and bandwidth must be positive, max_n not negative")
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0014
 presets = dict(
@@ -108,18 +121,26 @@ def few_rows(cfg: Config) -> list[str]: # from small to large
     return sorted((k for k, m in META.items() if m.n <= cfg.max_n), key=lambda k: (META[k].n, k))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0020
+def _parity_units(cfg: Config, methods: list[str]) -> list[dict[str, Any]]:
+    "Every parity with every method."
+    return [dict(task="parity", k=k, seed=s, method=m)
+            for s in range(cfg.seeds) for k in cfg.parities for m in methods]
+
+# %% ../../nbs/experiments/18_objectives.ipynb #10da4f4a
 def units(cfg: Config) -> list[dict[str, Any]]:
     "Parities, sums, tables, then the larger sums."
     every, paid = [*CRITERIA, *STOPPED], [OURS, *STOPPED]
-    parities = [dict(task="parity", k=k, seed=s, method=m)
-                for s in range(cfg.seeds) for k in cfg.parities for m in every]
-    small = _sum_units(cfg.p, cfg.fractions, cfg.seeds, every)
-    tables = [dict(task="table", table=name) for name in few_rows(cfg)]
-    large = _sum_units(cfg.other_p, cfg.other_fractions, cfg.other_seeds, paid)
-    return (parities + small + tables + large
+    return (_parity_units(cfg, every) + _sum_units(cfg.p, cfg.fractions, cfg.seeds, every)
+            + [dict(task="table", table=name) for name in few_rows(cfg)]
+            + _sum_units(cfg.other_p, cfg.other_fractions, cfg.other_seeds, paid)
             + _sum_units(cfg.other_p, cfg.long_fractions, cfg.long_seeds, paid))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0023
+def _said(F: Tensor) -> Tensor: # m × c → m
+    "The class of each row: the largest column, or one column on the right side of one half."
+    return F.argmax(1) if F.shape[1] > 1 else F[:, 0] > .5
+
+# %% ../../nbs/experiments/18_objectives.ipynb #d8a10d9b
 @dataclass
 class Puzzle:
     "Training points, held-out points, and the kernel; targets are columns, centred."
@@ -130,67 +151,71 @@ class Puzzle:
     V: Tensor # m × c, held out, not centred
     centre: Tensor # c: what was taken off the targets
 
-    def right(self,
-              F: Tensor, # m × c predictions of centred targets
-             ) -> float:
+    def right(self, F: Tensor) -> float: # F: m × c predictions of centred targets
         "Share of held-out points that are predicted right."
-        F = F + self.centre
-        same = F.argmax(1) == self.V.argmax(1) if F.shape[1] > 1 else (F > .5) == (self.V > .5)
+        same = _said(F + self.centre) == _said(self.V)
         return int(same.sum()) / same.numel()
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0024
-def _centred(kernel: Kernel, X: Tensor, Y: Tensor, Z: Tensor, V: Tensor) -> Puzzle:
-    "A task with centred targets."
+def _centred(kernel: Kernel, dev: torch.device, *tensors: Tensor) -> Puzzle: # X, Y, Z, V
+    "A task with centred targets, on a device."
+    X, Y, Z, V = (t.to(dev) for t in tensors)
     return Puzzle(kernel, X, Y - Y.mean(0), Z, V, Y.mean(0))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0025
-def puzzle(cfg: Config, # settings
-           unit: dict[str, Any], # of a parity or a sum
-           dev: torch.device, # where
-          ) -> Puzzle:
-    "The data of a unit."
-    if unit["task"] == "sum":
-        D = modular(unit["p"], "+", unit["fraction"], unit["seed"])
-        return _centred(Quadratic(), *(t.to(dev) for t in (D.X, D.Y, D.X_test, D.Y_test)))
+def _sum_puzzle(unit: dict[str, Any], dev: torch.device) -> Puzzle:
+    "Addition with part of the pairs."
+    D = modular(unit["p"], "+", unit["fraction"], unit["seed"])
+    return _centred(Quadratic(), dev, D.X, D.Y, D.X_test, D.Y_test)
+
+# %% ../../nbs/experiments/18_objectives.ipynb #932febcd
+def puzzle(cfg: Config, unit: dict[str, Any], dev: torch.device) -> Puzzle:
+    "The data of a parity or a sum."
+    if unit["task"] == "sum": return _sum_puzzle(unit, dev)
     k = unit["k"]
     P = sparse_parity(cfg.n, d=cfg.d2 if k == 2 else cfg.d3, k=k, n_test=cfg.n_test,
                       seed=unit["seed"])
-    tensors = (P.X, P.y[:, None], P.X_test, P.y_test[:, None])
-    return _centred(Gaussian(cfg.bandwidth), *(t.to(dev) for t in tensors))
+    return _centred(Gaussian(cfg.bandwidth), dev, P.X, P.y[:, None], P.X_test, P.y_test[:, None])
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0027
-def last_of(cfg: Config, # settings
-            T: Puzzle, # the task
-            method: str, # one of CRITERIA
-            ridge: float, # of φ
-           ) -> dict[str, Any]:
-    "Accuracy of the last iterate."
+def _how_to_follow(cfg: Config, method: str, ridge: float) -> dict[str, Any]: # ridge: of φ
+    "The settings of a machine that follows a criterion to its end."
     criterion = CRITERIA[method]
-    if criterion is None:
-        how: dict[str, Any] = dict(update=Descent(1e-6), iters=cfg.phi_iters, ridge=ridge,
-                                   normalize=None)
-    else:
-        how = dict(update=Ladder(criterion, steps=cfg.iters), iters=1, ridge=None)
-    m = RFM(T.kernel, keep="last", progress=False, **how).fit(T.X, T.Y)
+    if criterion is not None:
+        return dict(update=Ladder(criterion, steps=cfg.iters), iters=1, ridge=None)
+    return dict(update=Descent(1e-6), iters=cfg.phi_iters, ridge=ridge, normalize=None)
+
+# %% ../../nbs/experiments/18_objectives.ipynb #464af776
+def last_of(cfg: Config, T: Puzzle, method: str, ridge: float) -> dict[str, Any]:
+    "Accuracy of the last iterate; the method is one of CRITERIA, the ridge that of φ."
+    m = RFM(T.kernel, keep="last", progress=False, **_how_to_follow(cfg, method, ridge))
+    m.fit(T.X, T.Y)
     steps = m.history[0].get("steps", len(m.history) - 1)
     return dict(accuracy=T.right(m.predict(T.Z)), chosen=m.fitted_ridge, steps=steps)
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0029
-def best_of(cfg: Config, # settings
-            T: Puzzle, # the task
-            method: str, # one of STOPPED
-            ridge: float, # nλ
-            norms: tuple[str | None, ...], # how M may be rescaled
-           ) -> dict[str, Any]:
+def _accuracies(m: RFM, T: Puzzle) -> list[float]: # by iteration
+    "Accuracies of the iterates, until one has got everything right."
+    run = []
+    for fit in m.iterates(T.X, T.Y):
+        run.append(T.right(fit.predict(T.Z)))
+        if run[-1] == 1: break
+    return run
+
+# %% ../../nbs/experiments/18_objectives.ipynb #78490702
+def best_of(
+    cfg: Config,
+    T: Puzzle,
+    method: str, # one of STOPPED
+    ridge: float, # nλ
+    norms: tuple[str | None, ...], # how M may be rescaled
+) -> dict[str, Any]:
     "Accuracy of the best iterate; that of the last one beside it."
     found = []
     for norm in norms:
         m = RFM(T.kernel, update=STOPPED[method], iters=cfg.iters, ridge=ridge, normalize=norm,
                 progress=False)
-        run = []
-        for fit in m.iterates(T.X, T.Y):
-            run.append(T.right(fit.predict(T.Z)))
-            if run[-1] == 1: break
+        run = _accuracies(m, T)
         found.append(dict(accuracy=max(run), chosen=ridge, steps=run.index(max(run)), end=run[-1]))
     return max(found, key=lambda row: row["accuracy"])
 
@@ -200,38 +225,42 @@ MODELS: dict[str, dict[str, Any]] = dict(
     geometric=dict(update="fact", iters=3, ridge=1e-2), identity=dict(update="fact", iters=0))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0032
-def fold_accuracies(T: Table, # a table
-                   ) -> list[dict[str, Any]]: # a row a method
+def _fold_accuracy(T: Table, settings: dict[str, Any]) -> float:
+    "Mean accuracy over the folds of a classifier with these settings."
+    hits = []
+    for train, test in T.folds:
+        model = RFMClassifier(**settings).fit(T.X[train].numpy(), T.y[train].numpy())
+        hits.append(float((model.predict(T.X[test].numpy()) == T.y[test].numpy()).mean()))
+    return sum(hits) / len(hits)
+
+# %% ../../nbs/experiments/18_objectives.ipynb #ee88c353
+def fold_accuracies(T: Table) -> list[dict[str, Any]]: # a row a method
     "Mean accuracy over the folds."
-    rows = []
-    for method, kw in MODELS.items():
-        hits = []
-        for train, test in T.folds:
-            model = RFMClassifier(**kw).fit(T.X[train].numpy(), T.y[train].numpy())
-            hits.append(float((model.predict(T.X[test].numpy()) == T.y[test].numpy()).mean()))
-        rows.append(dict(method=method, accuracy=sum(hits) / len(hits), n=len(T.X),
-                         d=T.X.shape[1]))
-    return rows
+    size = dict(n=len(T.X), d=T.X.shape[1])
+    return [dict(method=m, accuracy=_fold_accuracy(T, kw)) | size for m, kw in MODELS.items()]
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0033
+def _run_row(cfg: Config, unit: dict[str, Any], dev: torch.device) -> dict[str, Any]:
+    "One method on one parity or sum."
+    T, method = puzzle(cfg, unit, dev), unit["method"]
+    ridge = cfg.ridge if unit["task"] == "sum" else cfg.parity_ridge
+    if method in CRITERIA: return last_of(cfg, T, method, ridge)
+    norms = (None,) if unit.get("p") == cfg.other_p else ("trace", None)
+    return best_of(cfg, T, method, ridge, norms)
+
+# %% ../../nbs/experiments/18_objectives.ipynb #bb395ede
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "Do one unit."
     with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning) # an end before its time shows in the rows
-        if unit["task"] == "table":
-            name = unit["table"]
-            return Output(fold_accuracies(stand_in(name) if cfg.stand_in else load(name)))
-        T, method = puzzle(cfg, unit, ctx.device), unit["method"]
-        ridge = cfg.ridge if unit["task"] == "sum" else cfg.parity_ridge
-        if method in CRITERIA: return Output([last_of(cfg, T, method, ridge)])
-        norms = (None,) if unit.get("p") == cfg.other_p else ("trace", None)
-        return Output([best_of(cfg, T, method, ridge, norms)])
+        if unit["task"] != "table": return Output([_run_row(cfg, unit, ctx.device)])
+        name = unit["table"]
+        return Output(fold_accuracies(stand_in(name) if cfg.stand_in else load(name)))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0035
 RUN = ["task", "p", "fraction", "k", "seed"]
 
-def wide(r: Result, # a result
-        ) -> pd.DataFrame: # runs × methods, without tables
+def wide(r: Result) -> pd.DataFrame: # runs × methods, without tables
     "Accuracies of the runs that have all methods of their kind."
     d = r.df[r.df.task.isin(["sum", "parity"])]
     d = d.assign(**{k: d[k].fillna(0.) if k in d else 0. for k in ("p", "fraction", "k")})
@@ -239,9 +268,7 @@ def wide(r: Result, # a result
     return w.dropna(subset=[OURS, *STOPPED])
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0036
-def gaps_by_part(r: Result, # a result
-                 task: str, # "sum" or "parity"
-                ) -> pd.DataFrame: # a row a run
+def gaps_by_part(r: Result, task: str) -> pd.DataFrame: # task: "sum" or "parity"; a row a run
     "How far our last iterate is from the best of the others."
     w = wide(r).reset_index()
     w = w[w.task == task]
@@ -262,16 +289,20 @@ def _missing(g: pd.DataFrame) -> str: # of `gaps_by_part`
     return "mod 61 only: " + ", ".join(parts)
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0040
+def _sum_words(g: pd.DataFrame, mean: pd.Series) -> str: # of `gaps_by_part`; by modulus and part
+    "Our value of objectives-sums: the lowest and the largest mean gap."
+    p, f = mean.idxmin()
+    return (f"lowest mean gap {mean.min():+.4f} (mod {p:g}, {f:g} of the pairs), largest "
+            f"{mean.max():+.3f}; {int((g.gap >= -.005).sum())} of {len(g)} runs pass")
+
+# %% ../../nbs/experiments/18_objectives.ipynb #f7f65079
 def judge_sums(r: Result) -> Judgement | None:
     "Is nothing lost on addition against the best moment to stop?"
     g = gaps_by_part(r, "sum")
     if set(g.p) != {31, 61} or g.seed.nunique() < 5: return None
     mean = g.groupby(["p", "fraction"]).gap.mean()
-    p, f = mean.idxmin()
     return judge(bool((mean >= -threshold("objectives-sums", "loss")).all()),
-                 f"lowest mean gap {mean.min():+.4f} (mod {p:g}, {f:g} of the pairs), largest "
-                 f"{mean.max():+.3f}; {int((g.gap >= -.005).sum())} of {len(g)} runs pass",
-                 change=_missing(g), estimates=_estimates(g))
+                 _sum_words(g, mean), change=_missing(g), estimates=_estimates(g))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0042
 def judge_parities(r: Result) -> Judgement | None:
@@ -283,21 +314,25 @@ def judge_parities(r: Result) -> Judgement | None:
                  f"{g.gap.min():+.3f}", estimates=(mean_estimate("ours − best", g.gap),))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0044
+def _half_of_31(r: Result) -> pd.DataFrame: # a row a seed, a column a method
+    "Accuracies with half of the pairs mod 31."
+    w = wide(r).reset_index()
+    return w[(w.p == 31) & (w.fraction == .5)]
+
+# %% ../../nbs/experiments/18_objectives.ipynb #08ac3743
 def judge_criterion(r: Result) -> Judgement | None:
     "Does leave-one-out learn what evidence and φ do not?"
-    w = wide(r).reset_index()
-    w = w[(w.p == 31) & (w.fraction == .5)]
+    w = _half_of_31(r)
     if len(w) < 5: return None
     mean = w[[*CRITERIA]].mean()
     least, by = (threshold("objectives-criterion", k) for k in ("least", "by"))
     others = mean[["evidence", "phi"]].max()
-    shown = ", ".join(f"{NAMES[m]} {v:.3f}" for m, v in mean.items())
-    return judge(bool(mean[OURS] >= least and mean[OURS] - others >= by), shown,
+    return judge(bool(mean[OURS] >= least and mean[OURS] - others >= by),
+                 ", ".join(f"{NAMES[m]} {v:.3f}" for m, v in mean.items()),
                  estimates=tuple(mean_estimate(NAMES[m], w[m]) for m in CRITERIA))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0046
-def table_points(r: Result, # a result
-                ) -> pd.DataFrame: # tables × methods, per cent
+def table_points(r: Result) -> pd.DataFrame: # tables × methods, per cent
     "Accuracies on tables."
     d = r.df[r.df.task == "table"]
     return 100 * d.pivot(index="table", columns="method", values="accuracy")
@@ -330,36 +365,42 @@ LINES = dict(press=Line("FACT", True), evidence=Line("NFM", True), gcv=Line("oth
              nfa=Line("other", False))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0051
-def pairs_table(r: Result, # a result
-               ) -> pd.DataFrame: # index: p, method, fraction; mean, low, high, seeds
+def _mean_within(method: str, accuracies: pd.Series) -> dict[str, Any]:
+    "The mean over seeds of a method, with its interval cut at 0 and 1."
+    e = mean_estimate(method, accuracies)
+    low, high = (e.value if v is None else min(max(v, 0.), 1.) for v in (e.low, e.high))
+    return dict(mean=e.value, low=low, high=high, seeds=len(accuracies))
+
+# %% ../../nbs/experiments/18_objectives.ipynb #b16b6566
+def pairs_table(r: Result) -> pd.DataFrame: # index: p, method, fraction; mean, low, high, seeds
     "Accuracy on addition by modulus, method and part of the pairs."
     w = wide(r).reset_index()
     rows = []
     for (p, f), d in w[w.task == "sum"].groupby(["p", "fraction"]):
         for m in [m for m in NAMES if m in d and d[m].notna().all()]:
-            e = mean_estimate(m, d[m])
-            low, high = (e.value if v is None else min(max(v, 0.), 1.) for v in (e.low, e.high))
-            rows.append(dict(p=p, method=m, fraction=f, mean=e.value, low=low, high=high,
-                             seeds=len(d)))
+            rows.append(dict(p=p, method=m, fraction=f) | _mean_within(m, d[m]))
     return pd.DataFrame(rows).set_index(["p", "method", "fraction"]).sort_index()
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0052
+def _look_of(method: str) -> dict[str, Any]:
+    "How a method is drawn; GCV shares its kind with the NFA, so it gets a colour of its own."
+    kind = look(LINES[method].kind)
+    if method == "gcv": return kind | dict(color="grey", marker="D", linestyle="-")
+    if LINES[method].ends: return kind
+    return kind | dict(markerfacecolor="white", linestyle=":")
+
+# %% ../../nbs/experiments/18_objectives.ipynb #dbbf2672
 def _draw_lines(ax: plt.Axes, table: pd.DataFrame) -> None: # index: method, fraction
-    "The methods of one modulus."
+    "The methods of one modulus, a little beside each other."
     methods = [m for m in NAMES if m in table.index.get_level_values("method")]
     for i, m in enumerate(methods):
-        d, kind = table.loc[m], look(LINES[m].kind)
-        if m == "gcv":
-            kind |= dict(color="grey", marker="D", linestyle="-") # NFA has the same kind
-        if not LINES[m].ends:
-            kind |= dict(markerfacecolor="white", linestyle=":")
+        d = table.loc[m]
         error = [d["mean"] - d.low, d.high - d["mean"]]
         ax.errorbar(d.index + .004 * (i - 3), d["mean"], error, label=NAMES[m], capsize=2,
-                    elinewidth=.8, **kind)
+                    elinewidth=.8, **_look_of(m))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0053
-def draw_pairs(r: Result, # a result
-              ) -> plt.Figure:
+def draw_pairs(r: Result) -> plt.Figure:
     "Accuracy on addition against the part of the pairs, a panel a modulus."
     table = pairs_table(r)
     moduli = list(dict.fromkeys(table.index.get_level_values("p")))
@@ -374,18 +415,22 @@ def draw_pairs(r: Result, # a result
     return fig
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0054
-def draw_tables(r: Result, # a result
-               ) -> plt.Figure:
+def _draw_differences(ax: plt.Axes, w: pd.DataFrame, method: str) -> None: # of `table_points`
+    "Ours minus another method on every table, sorted, with the interval of the mean."
+    v, gain = versus(w, OURS, method), (w[OURS] - w[method]).sort_values().to_numpy()
+    ax.bar(range(len(gain)), gain, width=1., color=look("FACT")["color"])
+    ax.axhline(v.difference, color="black", lw=1.2, linestyle="--")
+    ax.axhspan(v.low, v.high, color="grey", alpha=.3)
+
+# %% ../../nbs/experiments/18_objectives.ipynb #f4fee815
+def draw_tables(r: Result) -> plt.Figure:
     "Sorted differences on tables, against three others."
     w = table_points(r)
     others = dict(geometric="FACT geometric", evidence="evidence, the default", identity="$M=I$")
     with style():
         fig, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.7), sharey=True)
-        for ax, (m, name) in zip(axes, others.items()):
-            v, gain = versus(w, OURS, m), (w[OURS] - w[m]).sort_values().to_numpy()
-            ax.bar(range(len(gain)), gain, width=1., color=look("FACT")["color"])
-            ax.axhline(v.difference, color="black", lw=1.2, linestyle="--")
-            ax.axhspan(v.low, v.high, color="grey", alpha=.3)
+        for ax, (method, name) in zip(axes, others.items()):
+            _draw_differences(ax, w, method)
             ax.set(title=f"against {name}", xlabel="tables, sorted")
         axes[0].set_ylabel("ours − the other, points")
     return fig
@@ -428,11 +473,15 @@ experiment = Experiment(
     presets, units, run_unit, judges, figures, work, sizes=sizes)
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0063
-def twin_shift(M: Tensor, # 2p × 2p metric on one-hot pairs
-              ) -> int:
+def _centred_block(M: Tensor) -> Tensor: # 2p × 2p → p × p
+    "The block between a and b, without the means of its rows and columns."
+    A = M[:len(M) // 2, len(M) // 2:]
+    return A - A.mean(0) - A.mean(1, keepdim=True) + A.mean()
+
+# %% ../../nbs/experiments/18_objectives.ipynb #b214705e
+def twin_shift(M: Tensor) -> int: # 2p × 2p metric on one-hot pairs
     "The shift k at which the block between a and b, centred, is largest in the mean."
-    p = len(M) // 2
-    C = M[:p, p:] - M[:p, p:].mean(0) - M[:p, p:].mean(1, keepdim=True) + M[:p, p:].mean()
-    at = torch.arange(p, device=M.device)
-    away = (at[:, None] - at) % p
-    return int(torch.stack([C[away == k].mean().abs() for k in range(p)]).argmax())
+    C = _centred_block(M)
+    at = torch.arange(len(C), device=M.device)
+    away = (at[:, None] - at) % len(C)
+    return int(torch.stack([C[away == k].mean().abs() for k in range(len(C))]).argmax())

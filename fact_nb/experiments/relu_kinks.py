@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from torch import nn
 
+from ..data.images import Flat
 from ..figures import WIDTH, look, style
 from ..lab.claims import threshold
 from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output
@@ -43,9 +44,14 @@ class Config:
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
         require(set(self.sets) <= set(NETWORKS), f"sets must be among {', '.join(NETWORKS)}")
-        require(self.seeds >= 1 and len(self.tols) >= 1, "seeds and tols: at least one")
-        require(min(self.tols) > 0, "tols must be positive")
-        require(min(self.iters, self.epochs) >= 0, "iters and epochs must not be negative")
+        _check_numbers(self)
+
+# %% ../../nbs/experiments/16_relu_kinks.ipynb #137d750d
+def _check_numbers(c: Config) -> None:
+    "Seeds, widths of the kink and iterations."
+    require(c.seeds >= 1 and len(c.tols) >= 1, "seeds and tols: at least one")
+    require(min(c.tols) > 0, "tols must be positive")
+    require(min(c.iters, c.epochs) >= 0, "iters and epochs must not be negative")
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0014
 presets = dict(quick=Config(sets=("small",), seeds=2, tols=(1e-3, 1e-5)), cpu=Config(),
@@ -68,20 +74,25 @@ def with_epochs(known: Networks, epochs: int) -> Networks:
     return Networks(**vars(known) | dict(epochs=epochs))
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0021
+def _trained(known: Networks, data: Flat, seed: int, ctx: Context) -> nn.Sequential:
+    "A network as SGD leaves it."
+    name = known.datasets[0]
+    net = network(known, name, data.X.shape[1], data.Y.shape[1], seed).to(ctx.device)
+    train_on(net, data, recipe(known, seed, "cosine"), ctx)
+    return net
+
+# %% ../../nbs/experiments/16_relu_kinks.ipynb #ff91a7bb
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One network: FACT with autograd's slopes, with solved ones, and the control."
     known, seed = settings_of(cfg, unit), unit["seed"]
-    name = known.datasets[0]
-    data = on_device(images(name, known.n), ctx.device)
-    net = network(known, name, data.X.shape[1], data.Y.shape[1], seed).to(ctx.device)
-    train_on(net, data, recipe(known, seed, "cosine"), ctx)
-    seen = score(net, data.X, data.Y)
-    common = dict(accuracy=seen["accuracy"], loss=seen["loss"])
-    rows = []
+    data = on_device(images(known.datasets[0], known.n), ctx.device)
+    net = _trained(known, data, seed, ctx)
+    seen, rows = score(net, data.X, data.Y), []
     for tol in cfg.tols:
         table = kink_fact(net, nn.functional.mse_loss, data.X, data.Y, known.lam, tol=tol,
                           iters=cfg.iters, seed=seed)
-        rows += [common | dict(tol=tol) | row for row in table.to_dict("records")]
+        common = dict(accuracy=seen["accuracy"], loss=seen["loss"], tol=tol)
+        rows += [common | row for row in table.to_dict("records")]
     return Output(rows)
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0023
@@ -90,18 +101,22 @@ def judged_layers(r: Result) -> pd.DataFrame: # a row per network and layer
     d = r.df[r.df.tol == r.config["tols"][0]]
     return d.assign(left=d.r_kinks / d.r, left_random=d.r_random / d.r)
 
+# %% ../../nbs/experiments/16_relu_kinks.ipynb #fa73706e
+def _first_rows(r: Result) -> pd.DataFrame: # a row per network
+    "The first layers at the judged width."
+    d = judged_layers(r)
+    return d[d.layer == 1]
+
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0025
 def first_layer(r: Result) -> pd.DataFrame: # index: net
     "Means over seeds on the first layer."
-    d = judged_layers(r)
-    return d[d.layer == 1].groupby("net")[["r", "r_kinks", "r_random", "left"]].mean()
+    return _first_rows(r).groupby("net")[["r", "r_kinks", "r_random", "left"]].mean()
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0026
 def left_estimates(r: Result) -> tuple[Estimate, ...]:
     "The share of r that solved slopes leave on the first layer, with its interval over seeds."
-    d = judged_layers(r)
     return tuple(mean_estimate(f"{net}: share of r left", g.left)
-                 for net, g in d[d.layer == 1].groupby("net"))
+                 for net, g in _first_rows(r).groupby("net"))
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0027
 def judge_first(r: Result) -> Judgement:
@@ -114,17 +129,20 @@ def judge_first(r: Result) -> Judgement:
     return judge(bool(ok), "layer 1: " + "; ".join(said), estimates=left_estimates(r))
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0029
+def _control_words(d: pd.DataFrame) -> str: # first layers
+    "What random entries leave, and how many slopes lie inside their bounds."
+    return (f"random entries leave {d.left_random.min():.2f} to "
+            f"{d.left_random.max():.2f} of r on layer 1 of {len(d)} networks; strictly inside "
+            f"[0, 1]: {d.inside_kinks.min():.0%} to {d.inside_kinks.max():.0%} of the slopes "
+            f"at kinks, {d.inside_random.min():.0%} to {d.inside_random.max():.0%} of theirs")
+
+# %% ../../nbs/experiments/16_relu_kinks.ipynb #bc673dc4
 def judge_control(r: Result) -> Judgement:
     "kinks-control."
-    d = judged_layers(r)
-    d = d[d.layer == 1]
-    ratio = d.inside_kinks / d.inside_random
+    d = _first_rows(r)
     left, inside = (threshold("kinks-control", k) for k in ("left", "inside"))
-    ok = (d.left_random >= left).all() and (ratio >= inside).all()
-    return judge(bool(ok), f"random entries leave {d.left_random.min():.2f} to "
-                 f"{d.left_random.max():.2f} of r on layer 1 of {len(d)} networks; strictly inside "
-                 f"[0, 1]: {d.inside_kinks.min():.0%} to {d.inside_kinks.max():.0%} of the slopes "
-                 f"at kinks, {d.inside_random.min():.0%} to {d.inside_random.max():.0%} of theirs")
+    more_inside = d.inside_kinks / d.inside_random >= inside
+    return judge(bool((d.left_random >= left).all() and more_inside.all()), _control_words(d))
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0031
 def judge_deeper(r: Result) -> Judgement:
@@ -151,6 +169,15 @@ def kinks_by_layer(r: Result) -> pd.DataFrame: # index: net, layer; columns: rea
     return d.groupby(["net", "layer"])[list(READINGS)].agg(["mean", "min", "max"])
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0036
+def _kinks_panel(ax: plt.Axes, table: pd.DataFrame) -> None: # index: layer
+    "One set of networks."
+    for column, (label, kind) in READINGS.items():
+        d = table[column]
+        bars = [d["mean"] - d["min"], d["max"] - d["mean"]]
+        ax.errorbar(d.index, d["mean"], yerr=bars, label=label, capsize=2, **look(kind))
+    ax.set(xlabel="layer (last: output)", xticks=table.index, ylim=(0, None))
+
+# %% ../../nbs/experiments/16_relu_kinks.ipynb #5a874fd8
 def draw_kinks(r: Result) -> plt.Figure:
     "Relative error by layer: three readings."
     table = kinks_by_layer(r)
@@ -158,11 +185,8 @@ def draw_kinks(r: Result) -> plt.Figure:
     with style():
         fig, axes = plt.subplots(1, len(nets), figsize=(WIDTH, 2.8), sharey=True, squeeze=False)
         for ax, net in zip(axes[0], nets):
-            for column, (label, kind) in READINGS.items():
-                d = table.loc[net][column]
-                bars = [d["mean"] - d["min"], d["max"] - d["mean"]]
-                ax.errorbar(d.index, d["mean"], yerr=bars, label=label, capsize=2, **look(kind))
-            ax.set(title=net, xlabel="layer (last: output)", xticks=d.index, ylim=(0, None))
+            _kinks_panel(ax, table.loc[net])
+            ax.set_title(net)
         axes[0, 0].set_ylabel(r"relative error of FACT for $W^\top W$")
         legend_below(fig)
     return fig
@@ -179,10 +203,9 @@ figures = dict(layers=Figure(
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
     known = settings_of(cfg, unit)
-    w = network_work(known, known.datasets[0], looks=0)
-    passes = 6 * cfg.iters * len(cfg.tols)
-    one = w.flops / max(1, known.epochs)
-    return w + Work(flops64=one * passes, steps=2000. * len(cfg.tols) * known.hidden, double=True)
+    w, widths = network_work(known, known.datasets[0], looks=0), len(cfg.tols)
+    passes = w.flops / max(1, known.epochs) * (6 * cfg.iters * widths)
+    return w + Work(flops64=passes, steps=2000. * widths * known.hidden, double=True)
 
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0040
 experiment = Experiment(

@@ -50,10 +50,15 @@ class Config:
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
         require(set(self.sets) <= set(SETS), f"sets must be among {', '.join(SETS)}")
-        require(min(self.lams) > 0 and self.seeds >= 1, "lams positive, seeds at least 1")
-        require(0 < self.flipped < .9, "flipped must lie between 0 and .9")
-        require(min(self.width, self.hidden, self.top, self.features) >= 1 and self.epochs >= 0,
-                "width, hidden, top and features must be at least 1, epochs not negative")
+        _check_numbers(self)
+
+# %% ../../nbs/experiments/21_samples.ipynb #b3091bf4
+def _check_numbers(c: Config) -> None:
+    "Signs and sizes."
+    require(min(c.lams) > 0 and c.seeds >= 1, "lams positive, seeds at least 1")
+    require(0 < c.flipped < .9, "flipped must lie between 0 and .9")
+    require(min(c.width, c.hidden, c.top, c.features) >= 1 and c.epochs >= 0,
+            "width, hidden, top and features must be at least 1, epochs not negative")
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0014
 presets = dict(quick=Config(sets=("small",), lams=(3e-3, 1e-4), seeds=1), cpu=Config(),
@@ -67,7 +72,7 @@ def units(cfg: Config) -> list[dict[str, Any]]:
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0017
 def settings_of(cfg: Config, unit: Mapping[str, Any]) -> Networks:
-    "The network of a unit and its training."
+    "The network and its training."
     name, n, _, epochs = SETS[unit["net"]]
     return Networks(datasets=(name,), n=n, width=cfg.width, hidden=cfg.hidden, lr=.3,
                     epochs=cfg.epochs or epochs, lam=unit["lam"])
@@ -81,29 +86,31 @@ class NoisyImages(NamedTuple):
     Y_held: Tensor
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0020
-def with_flips(data: Flat, # images for training and for holding out
-               n: int, # of them for training
-               part: float, # of the labels to change
-               seed: int,
-              ) -> NoisyImages:
+def _other_classes(Y: Tensor, g: torch.Generator) -> Tensor: # one-hot, as Y
+    "Another class for every row, drawn at random."
+    shift = torch.randint(1, Y.shape[1], (len(Y),), generator=g)
+    classes = (Y.argmax(1) + shift) % Y.shape[1]
+    return nn.functional.one_hot(classes, Y.shape[1]).to(Y)
+
+# %% ../../nbs/experiments/21_samples.ipynb #7735ec86
+def with_flips(
+    data: Flat, # images for training and for holding out
+    n: int, # of them for training
+    part: float, # of the labels to change
+    seed: int,
+) -> NoisyImages:
     "Cut the images in two and change some of the labels of the first part."
     g = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(data.X), generator=g)
     fit, held = order[:n], order[n:]
-    Y = data.Y[fit].clone()
+    Y, flipped = data.Y[fit].clone(), torch.zeros(n, dtype=torch.bool)
     wrong = torch.randperm(n, generator=g)[:round(part * n)]
-    shift = torch.randint(1, Y.shape[1], (len(wrong),), generator=g)
-    classes = (Y[wrong].argmax(1) + shift) % Y.shape[1]
-    Y[wrong] = nn.functional.one_hot(classes, Y.shape[1]).to(Y)
-    flipped = torch.zeros(n, dtype=torch.bool)
-    flipped[wrong] = True
+    Y[wrong], flipped[wrong] = _other_classes(Y[wrong], g), True
     train = Flat(data.X[fit], Y, data.X_test, data.Y_test)
     return NoisyImages(train, flipped, data.X[held], data.Y[held])
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0023
-def rank_auc(scores: Tensor, # one a sample
-             found: Tensor, # which samples are meant
-            ) -> float:
+def rank_auc(scores: Tensor, found: Tensor) -> float: # one a sample; which samples are meant
     "How often a sample that is meant has the larger score, a tie counting half."
     ranks = torch.tensor(pd.Series(scores.double().cpu().numpy()).rank().to_list())
     found = found.cpu()
@@ -117,43 +124,63 @@ def sample_losses(net: nn.Module, data: Flat) -> Tensor: # n
         return (net(data.X) - data.Y).square().mean(1)
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0026
-def gradient_norms(rows: list[LayerRows], # of all layers
-                  ) -> Tensor: # n
+def gradient_norms(rows: list[LayerRows]) -> Tensor: # of all layers → n
     "The squared norm of each sample's gradient by all weights and biases of a perceptron."
     sizes = [r.g.square().sum((1, 2)) * (r.h.square().sum((1, 2)) + 1) for r in rows]
     return torch.stack(sizes).sum(0)
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0027
+def _every_layer(cfg: Config, net: nn.Module, data: Flat) -> list[LayerRows]:
+    "Inputs and gradients of every sample, at all layers of the perceptron."
+    names = [str(2 * i) for i in range(cfg.hidden + 1)]
+    return [layer_rows(net, nn.functional.mse_loss, data.X, data.Y, name) for name in names]
+
+# %% ../../nbs/experiments/21_samples.ipynb #fde7500b
 def search_scores(cfg: Config, net: nn.Module, data: Flat, lam: float) -> dict[str, Tensor]:
     "The scores by which wrong labels are looked for."
-    names = [str(2 * i) for i in range(cfg.hidden + 1)]
-    rows = [layer_rows(net, nn.functional.mse_loss, data.X, data.Y, name) for name in names]
-    first = rows[0]
-    V = feature_vectors(first.W, cfg.top)
+    rows = _every_layer(cfg, net, data)
+    first, V = rows[0], feature_vectors(rows[0].W, cfg.top)
     shares = shares_of(first, lam, V)
     others = shares_of(first._replace(g=first.g.roll(1, 0)), lam, V)
     return dict(loss=sample_losses(net, data), gradient=gradient_norms(rows),
                 against=-shares.sum(1), size=shares.abs().sum(1), control=-others.sum(1))
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0029
-def feature_rows(cfg: Config, net: nn.Module, noisy: NoisyImages, lam: float
-                ) -> list[dict[str, Any]]:
-    "A row a feature of the first layer."
+class FeatureShares(NamedTuple):
+    "The features of the first layer and who made them, a column or a number each."
+    V: Tensor # directions
+    eigenvalue: Tensor
+    own: Tensor # n × features: the shares of the training samples
+    wrong: Tensor # the part of samples with wrong labels
+    held: Tensor # the sum over held-out samples
+
+# %% ../../nbs/experiments/21_samples.ipynb #c9b004d6
+def feature_shares(net: nn.Module, noisy: NoisyImages, lam: float) -> FeatureShares:
+    "What training samples, wrong labels and held-out samples have in each feature."
     mse, data = nn.functional.mse_loss, noisy.train
     rows = layer_rows(net, mse, data.X, data.Y, "0")
     V = feature_vectors(rows.W)
     own = shares_of(rows, lam, V)
     held = shares_of(layer_rows(net, mse, noisy.X_held, noisy.Y_held, "0"), lam, V).sum(0)
-    by_wrong = own[noisy.flipped.to(own.device)].sum(0)
-    eigenvalues, before = (rows.W @ V).square().sum(0), accuracy_on_test(net, data)
-    found = []
-    for j in range(V.shape[1]):
-        taken = j < cfg.features
-        drop = before - accuracy_without(net, data, V[:, j]) if taken else None
-        found.append(dict(kind="feature", feature=j, eigenvalue=float(eigenvalues[j]),
-                          total=float(own[:, j].sum()), wrong=float(by_wrong[j]),
-                          held=float(held[j]), drop_in_accuracy=drop))
-    return found
+    wrong = own[noisy.flipped.to(own.device)].sum(0)
+    return FeatureShares(V, (rows.W @ V).square().sum(0), own, wrong, held)
+
+# %% ../../nbs/experiments/21_samples.ipynb #ffe7d610
+def _drops(cfg: Config, net: nn.Module, data: Flat, V: Tensor) -> list[float | None]:
+    "The accuracy that is lost without each feature; None: it was not taken out."
+    before, k = accuracy_on_test(net, data), min(cfg.features, V.shape[1])
+    lost = [before - accuracy_without(net, data, V[:, j]) for j in range(k)]
+    return lost + [None] * (V.shape[1] - k)
+
+# %% ../../nbs/experiments/21_samples.ipynb #b12026ff
+def feature_rows(cfg: Config, net: nn.Module, noisy: NoisyImages, lam: float
+                ) -> list[dict[str, Any]]:
+    "A row a feature of the first layer."
+    s = feature_shares(net, noisy, lam)
+    return [dict(kind="feature", feature=j, eigenvalue=float(s.eigenvalue[j]),
+                 total=float(s.own[:, j].sum()), wrong=float(s.wrong[j]), held=float(s.held[j]),
+                 drop_in_accuracy=drop)
+            for j, drop in enumerate(_drops(cfg, net, noisy.train, s.V))]
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0030
 def accuracy_on_test(net: nn.Module, data: Flat) -> float:
@@ -166,23 +193,35 @@ def accuracy_without(net: nn.Module, data: Flat, v: Tensor) -> float:
     with without_feature(net, "0", v): return accuracy_on_test(net, data)
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0032
+def noisy_images(cfg: Config, unit: Mapping[str, Any], device: torch.device) -> NoisyImages:
+    "The images of a unit, on a device; which labels are wrong is told on the host."
+    name, n, held, _ = SETS[unit["net"]]
+    noisy = with_flips(images(name, n + held), n, cfg.flipped, unit["seed"])
+    return NoisyImages(on_device(noisy.train, device), noisy.flipped, noisy.X_held.to(device),
+                       noisy.Y_held.to(device))
+
+# %% ../../nbs/experiments/21_samples.ipynb #a2d71af9
+def _network_row(net: nn.Module, data: Flat, wrong: Tensor) -> dict[str, Any]:
+    "What a network has learned: its labels, the wrong ones among them, and the test set."
+    return dict(kind="network", accuracy=score(net, data.X, data.Y)["accuracy"],
+                fitted=score(net, data.X[wrong], data.Y[wrong])["accuracy"],
+                test=accuracy_on_test(net, data))
+
+# %% ../../nbs/experiments/21_samples.ipynb #ee2d7e21
+def _search_rows(scores: Mapping[str, Tensor], flipped: Tensor) -> list[dict[str, Any]]:
+    "How well each score finds the wrong labels."
+    return [dict(kind="search", score=k, auc=rank_auc(s, flipped)) for k, s in scores.items()]
+
+# %% ../../nbs/experiments/21_samples.ipynb #4de1bac3
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One network: how well each score finds the wrong labels, and a row a feature."
     known, seed, lam = settings_of(cfg, unit), unit["seed"], unit["lam"]
-    name, n, held, _ = SETS[unit["net"]]
-    noisy = with_flips(images(name, n + held), n, cfg.flipped, seed)
-    train, X_held, Y_held = (on_device(noisy.train, ctx.device), noisy.X_held.to(ctx.device),
-                             noisy.Y_held.to(ctx.device))
-    noisy = NoisyImages(train, noisy.flipped, X_held, Y_held)
-    net = network(known, name, train.X.shape[1], train.Y.shape[1], seed).to(ctx.device)
-    train_on(net, train, recipe(known, seed, "cosine"), ctx)
-    scores = search_scores(cfg, net, train, lam)
-    rows = [dict(kind="search", score=k, auc=rank_auc(s, noisy.flipped))
-            for k, s in scores.items()]
-    wrong = noisy.flipped.to(ctx.device)
-    seen = dict(kind="network", accuracy=score(net, train.X, train.Y)["accuracy"],
-                fitted=score(net, train.X[wrong], train.Y[wrong])["accuracy"],
-                test=accuracy_on_test(net, train))
+    noisy = noisy_images(cfg, unit, ctx.device)
+    data, name = noisy.train, known.datasets[0]
+    net = network(known, name, data.X.shape[1], data.Y.shape[1], seed).to(ctx.device)
+    train_on(net, data, recipe(known, seed, "cosine"), ctx)
+    rows = _search_rows(search_scores(cfg, net, data, lam), noisy.flipped)
+    seen = _network_row(net, data, noisy.flipped.to(ctx.device))
     return Output([seen, *rows, *feature_rows(cfg, net, noisy, lam)])
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0034
@@ -197,15 +236,18 @@ def by_network(r: Result) -> pd.DataFrame: # index: net, lam, seed
     return search.join(seen).join(read.set_index(index))
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0035
+def _with_drop(taken: pd.DataFrame, column: str) -> float: # features that were taken out
+    "Spearman's correlation of a column with the accuracy that is lost."
+    return float(taken[column].rank().corr(taken.drop_in_accuracy.rank()))
+
+# %% ../../nbs/experiments/21_samples.ipynb #096382a3
 def features_read(r: Result, g: pd.DataFrame) -> dict[str, float]: # g: features of one network
     "How near the sums are, what wrong labels made, and what goes with the drop of accuracy."
-    top = g[g.feature < r.config["top"]]
-    taken = g[g.drop_in_accuracy.notna()]
-    with_drop = lambda x: float(x.rank().corr(taken.drop_in_accuracy.rank()))
+    top, taken = g[g.feature < r.config["top"]], g[g.drop_in_accuracy.notna()]
     off = ((g.total - g.eigenvalue)**2).sum()**.5 / (g.eigenvalue**2).sum()**.5
     return dict(off=off, wrong=g.wrong.sum() / g.total.sum(),
                 wrong_top=float((top.wrong / top.eigenvalue).max()),
-                by_eigenvalue=with_drop(taken.eigenvalue), by_held=with_drop(taken.held))
+                by_eigenvalue=_with_drop(taken, "eigenvalue"), by_held=_with_drop(taken, "held"))
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0036
 def at_decay(r: Result, strong: bool) -> pd.DataFrame:
@@ -229,25 +271,30 @@ def judge_sum(r: Result) -> Judgement:
                  f"{strong.max():.3f}; at λ = {r.df.lam.min():g} by {weak.max():.2f} at most")
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0040
+_MADE = ("wrong", "part of tr N by wrong labels") # a column and what it is called
+
 def judge_against(r: Result) -> Judgement:
     "samples-against."
     t = at_decay(r, strong=True)
     return judge(bool((t.wrong_top < threshold("samples-against", "part")).all()),
                  f"{len(t)} networks, λ = {r.df.lam.max():g}: wrong labels take from every one of "
                  f"the {r.config['top']} leading eigenvalues in {int((t.wrong_top < 0).sum())}; "
-                 f"largest part {t.wrong_top.max():+.2f}",
-                 estimates=over_seeds(t, "wrong", "part of tr N by wrong labels"))
+                 f"largest part {t.wrong_top.max():+.2f}", estimates=over_seeds(t, *_MADE))
+
+# %% ../../nbs/experiments/21_samples.ipynb #b608ee95
+def _all_at_least(parts: tuple[Estimate, ...], least: float) -> bool:
+    "Is the lower end of every interval at least this?"
+    return all(p.low is not None and p.low >= least for p in parts)
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0041
 def judge_made(r: Result) -> Judgement:
     "samples-made."
     t = at_decay(r, strong=False)
-    parts = over_seeds(t, "wrong", "part of tr N by wrong labels")
-    least = threshold("samples-made", "part")
-    ok = all(p.low is not None and p.low >= least for p in parts)
+    parts = over_seeds(t, *_MADE)
     said = "; ".join(f"{net}: {g.wrong.mean():.2f} of tr N, {g.fitted.mean():.0%} of them fitted"
                      for net, g in t.groupby("net"))
-    return judge(ok, f"λ = {r.df.lam.min():g}: {said}", estimates=parts)
+    return judge(_all_at_least(parts, threshold("samples-made", "part")),
+                 f"λ = {r.df.lam.min():g}: {said}", estimates=parts)
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0043
 def judge_find(r: Result) -> Judgement:
@@ -260,30 +307,37 @@ def judge_find(r: Result) -> Judgement:
     return judge(bool(ok), said, estimates=over_seeds(t, "against", "AUC of shares"))
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0044
+def _loss_words(loss: pd.Series, best: pd.Series) -> str: # index: net, lam
+    "Both scores over all decays, for each set."
+    return "; ".join(f"{net}: loss {loss[net].min():.3f} to {loss[net].max():.3f}, better score of "
+                     f"the shares {best[net].min():.3f} to {best[net].max():.3f}"
+                     for net in loss.index.get_level_values("net").unique())
+
+# %% ../../nbs/experiments/21_samples.ipynb #650cb959
 def judge_loss(r: Result) -> Judgement:
     "samples-loss."
     t = by_network(r)
     best = t[["against", "size"]].groupby(["net", "lam"]).mean().max(axis=1)
     loss = t.loss.groupby(["net", "lam"]).mean()
-    gain = (loss - best).min()
-    said = "; ".join(f"{net}: loss {loss[net].min():.3f} to {loss[net].max():.3f}, better score of "
-                     f"the shares {best[net].min():.3f} to {best[net].max():.3f}"
-                     for net in loss.index.get_level_values("net").unique())
     apart = t.assign(gain=t.loss - t[["against", "size"]].max(axis=1))
-    return judge(bool(gain > threshold("samples-loss", "gain")), said,
+    return judge(bool((loss - best).min() > threshold("samples-loss", "gain")),
+                 _loss_words(loss, best),
                  estimates=over_seeds(apart, "gain", "AUC of loss − shares, all λ", "networks"))
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0046
+def _held_words(r: Result) -> str:
+    "The mean correlation at the strongest decay and at the weakest."
+    strong, weak = (at_decay(r, s).by_held.groupby("net").mean() for s in (True, False))
+    said = "; ".join(f"{net}: {v:.2f}" for net, v in strong.items())
+    return (f"λ = {r.df.lam.max():g}: {said}; λ = {r.df.lam.min():g}: "
+            + ", ".join(f"{v:.2f}" for v in weak))
+
+# %% ../../nbs/experiments/21_samples.ipynb #23aa192e
 def judge_held(r: Result) -> Judgement:
     "samples-held."
-    t = at_decay(r, strong=True)
-    parts = over_seeds(t, "by_held", "correlation with the drop")
-    least = threshold("samples-held", "correlation")
-    ok = all(p.low is not None and p.low >= least for p in parts)
-    said = "; ".join(f"{net}: {g.by_held.mean():.2f}" for net, g in t.groupby("net"))
-    weak = at_decay(r, strong=False).by_held.groupby("net").mean()
-    return judge(ok, f"λ = {r.df.lam.max():g}: {said}; λ = {r.df.lam.min():g}: "
-                 + ", ".join(f"{v:.2f}" for v in weak), estimates=parts)
+    parts = over_seeds(at_decay(r, strong=True), "by_held", "correlation with the drop")
+    return judge(_all_at_least(parts, threshold("samples-held", "correlation")), _held_words(r),
+                 estimates=parts)
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0047
 def judge_eigenvalue(r: Result) -> Judgement:
@@ -325,6 +379,15 @@ def _draw_question(ax: Axes, table: pd.DataFrame, lines: Mapping[str, tuple[str,
     ax.set(xscale="log")
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0053
+def _name_columns(axes: Any) -> None: # an array of axes
+    "A question above each column, the decay below."
+    for ax, title in zip(axes[0], QUESTIONS):
+        ax.set_title(title, fontsize=8.5)
+        ax.legend(fontsize=6.5)
+    for ax in axes[-1]:
+        ax.set_xlabel(r"$\lambda$")
+
+# %% ../../nbs/experiments/21_samples.ipynb #a5c68346
 def draw_samples(r: Result) -> plt.Figure:
     "Who is found, who made the features, what a held-out share says: by decay."
     table = samples_by_decay(r)
@@ -333,14 +396,10 @@ def draw_samples(r: Result) -> plt.Figure:
         fig, axes = plt.subplots(len(nets), 3, figsize=(WIDTH, .9 + 1.9 * len(nets)),
                                  sharex=True, squeeze=False)
         for net, row in zip(nets, axes):
+            row[0].set_ylabel(TITLES.get(net, net))
             for ax, lines in zip(row, QUESTIONS.values()):
                 _draw_question(ax, table.loc[net], lines)
-            row[0].set_ylabel(TITLES.get(net, net))
-        for ax, title in zip(axes[0], QUESTIONS):
-            ax.set_title(title, fontsize=8.5)
-            ax.legend(fontsize=6.5)
-        for ax in axes[-1]:
-            ax.set_xlabel(r"$\lambda$")
+        _name_columns(axes)
     return fig
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0054

@@ -11,6 +11,7 @@ __all__ = ['ENOUGH_PAIRS', 'experiment', 'Task', 'addition_task', 'parities_task
 # %% ../../nbs/experiments/13_stable.ipynb #01869908
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -21,24 +22,22 @@ from torch.nn.functional import one_hot
 
 from ..runtime import one_thread
 from ..data.synthetic import is_prime, modular, sparse_parity
-from ..figures import WIDTH, look, style
-from ..machines.kernels import Gaussian, Kernel, Quadratic
-from ..lab.claims import threshold
-from ..lab.experiment import in_grid
-from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output, judge
-from ..lab.experiment import require
-from ..lab.needs import Work, fit_work
-from ..machines.updates import defect
-from ..lab.marks import resting_on
-from ..lab.statistics import interval, share_estimate
-from ..lab.store import Result, once_per_result
-from typing import Any, Iterator, Mapping, NamedTuple
 from ..data.uci import META, Table, load, stand_in
+from ..figures import WIDTH, look, style
 from ..machines.batched import Choice, Rules, accuracy, first_best, predict, published
 from ..machines.batched import right, scalings
 from ..machines.gradients import fact_core
+from ..machines.kernels import Gaussian, Kernel, Quadratic
 from ..machines.rfm import RFM, Fit
 from ..machines.selection import middle
+from ..machines.updates import defect
+from ..lab.claims import threshold
+from ..lab.experiment import Context, Estimate, Experiment, Figure, Judgement, Output
+from ..lab.experiment import in_grid, judge, require
+from ..lab.marks import resting_on
+from ..lab.needs import Work, fit_work
+from ..lab.statistics import Interval, interval, share_estimate
+from ..lab.store import Result, once_per_result
 
 # %% ../../nbs/experiments/13_stable.ipynb #14542e8a
 @dataclass(frozen=True)
@@ -75,31 +74,48 @@ class Config(Addition):
     stand_in: bool = False # tables of scikit-learn, without the corpus
 
     def check(self) -> None:
-        _check_addition(self)
-        _check_rest(self)
+        for check in (_check_moduli, _check_fractions, _check_sum_grids, _check_tasks,
+                      _check_counts, _check_signs):
+            check(self)
 
 # %% ../../nbs/experiments/13_stable.ipynb #22db7e1e
-def _check_addition(cfg: Addition) -> None:
-    "A UsageError for sums that cannot be run."
+def _check_moduli(cfg: Addition) -> None:
+    "Prime moduli of some size."
     for p in (cfg.p, cfg.other_p):
         require(is_prime(p) and p >= 5, f"p and other_p must be primes of at least 5, not {p}")
+
+# %% ../../nbs/experiments/13_stable.ipynb #ee13b11f
+def _check_fractions(cfg: Addition) -> None:
+    "Parts of the pairs."
     fractions = (cfg.fraction, *cfg.fractions, *cfg.other_fractions)
     require(all(0 < f < 1 for f in fractions),
             "fractions must lie between 0 and 1, so that pairs are left to test")
+
+# %% ../../nbs/experiments/13_stable.ipynb #39c845e0
+def _check_sum_grids(cfg: Addition) -> None:
+    "Ridges and seeds of the sums."
     require(all(r > 0 for r in cfg.modular_ridges + cfg.other_ridges),
             "modular_ridges and other_ridges must be positive")
     require(cfg.other_seeds >= 1 and cfg.arrive >= 0,
             "other_seeds must be at least 1, and arrive not negative")
 
 # %% ../../nbs/experiments/13_stable.ipynb #628e40e1
-def _check_rest(cfg: Config) -> None:
-    "A UsageError for other settings that cannot be run."
+def _check_tasks(cfg: Config) -> None:
+    "Tasks that there are, at ridges above zero."
     require(bool(cfg.tasks) and set(cfg.tasks) <= set(TASKS),
             f"tasks must be among {', '.join(TASKS)}")
     require(all(r > 0 for r in cfg.ridges), "ridges must be positive")
+
+# %% ../../nbs/experiments/13_stable.ipynb #4c7bfef9
+def _check_counts(cfg: Config) -> None:
+    "Numbers of iterations, seeds and points."
     counts = (cfg.iters, cfg.table_iters, cfg.seeds, cfg.n2, cfg.n3, cfg.n_test)
     require(min(counts) >= 1,
             "iters, table_iters, seeds and the numbers of points must be at least 1")
+
+# %% ../../nbs/experiments/13_stable.ipynb #7b2def17
+def _check_signs(cfg: Config) -> None:
+    "What must not be negative, or be positive."
     require(min(cfg.settle, cfg.max_n) >= 0 and cfg.bandwidth > 0,
             "settle and max_n must not be negative, bandwidth must be positive")
 
@@ -136,8 +152,7 @@ class Task:
 
     def to(self, dev: torch.device) -> "Task":
         "The same task on a device."
-        X, Y, Z, V = (t.to(dev) for t in (self.X, self.Y, self.Z, self.V))
-        return Task(self.kernel, X, Y, Z, V)
+        return Task(self.kernel, *(t.to(dev) for t in (self.X, self.Y, self.Z, self.V)))
 
 # %% ../../nbs/experiments/13_stable.ipynb #7ac2dd9d
 def addition_task(cfg: Config, seed: int) -> Task:
@@ -147,7 +162,7 @@ def addition_task(cfg: Config, seed: int) -> Task:
 
 # %% ../../nbs/experiments/13_stable.ipynb #f185ec47
 def parities_task(cfg: Config, k: int, seed: int) -> Task:
-    "The parity of k coordinates."
+    "A parity of k coordinates."
     n, d = (cfg.n2, cfg.d2) if k == 2 else (cfg.n3, cfg.d3)
     P = sparse_parity(n, d=d, k=k, n_test=cfg.n_test, seed=seed)
     return Task(Gaussian(cfg.bandwidth), P.X, P.y[:, None], P.X_test, P.y_test[:, None])
@@ -165,16 +180,11 @@ NAMES = dict(plain="FACT, plain", geometric="FACT, geometric", stable="stable")
 LOOKS = dict(plain="eNFA", geometric="AGOP", stable="FACT")
 
 # %% ../../nbs/experiments/13_stable.ipynb #b40f3730
-def defect_of(kernel: Kernel,
-              X: Tensor, # n × d
-              alpha: Tensor, # n × c
-              M: Tensor, # d × d
-             ) -> float:
-    "The defect of a fitted machine."
+def defect_of(kernel: Kernel, X: Tensor, alpha: Tensor, M: Tensor) -> float:
+    "The defect of a fitted machine; alpha is n × c, M d × d."
     X = X - X.mean(0) if kernel.radial else X
     C = kernel.value_and_coef(X, None, M.to(X))[1]
-    S = fact_core(C, alpha, X, kernel.radial)
-    return defect(M, S.to(M))
+    return defect(M, fact_core(C, alpha, X, kernel.radial).to(M))
 
 # %% ../../nbs/experiments/13_stable.ipynb #be47cf32
 class Fallback(NamedTuple):
@@ -194,62 +204,68 @@ def fallback_of(fit: Fit) -> Fallback:
 def _short(v: float) -> float: return float(f"{v:.5g}")
 
 # %% ../../nbs/experiments/13_stable.ipynb #c8cbf894
-def seen(T: Task,
-         fit: Fit, # of a machine with keep="loo"
-        ) -> dict[str, Any]:
+def _accuracy_of(T: Task, end: Fallback) -> float:
+    "Share of held-out points that the fallback predicts right."
+    return T.right(T.kernel(T.Z, T.X, end.M.to(T.X)) @ end.alpha)
+
+# %% ../../nbs/experiments/13_stable.ipynb #29076f8f
+def seen(T: Task, fit: Fit) -> dict[str, Any]: # fit: of a machine with keep="loo"
     "What one fit shows."
     h, end = fit.row, fallback_of(fit)
     d = h["defect"] if "defect" in h else defect_of(T.kernel, T.X, end.alpha, end.M)
-    predicted = T.kernel(T.Z, T.X, end.M.to(T.X)) @ end.alpha
     return dict(iter=h["iter"], objective=h["objective"], trace=_short(h["trace"]),
-                defect=_short(d), accuracy=T.right(predicted), trials=h.get("trials", 0),
+                defect=_short(d), accuracy=_accuracy_of(T, end), trials=h.get("trials", 0),
                 step=h.get("step", ""), loo=_short(min(h["loo_error"], 1.)))
 
 # %% ../../nbs/experiments/13_stable.ipynb #cee8dd30
-def follow_update(cfg: Config,
-                  T: Task,
-                  ridge: float, # nλ
-                  update: str, # one of UPDATES
-                 ) -> list[dict[str, Any]]: # one row a fit
+def _quiet_iterates(m: RFM, X: Tensor, Y: Tensor) -> Iterator[Fit]:
+    "The fits of a machine, without warnings of an end before its time."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield from m.iterates(X, Y)
+
+# %% ../../nbs/experiments/13_stable.ipynb #b8cf0d6a
+def follow_update(
+    cfg: Config,
+    T: Task,
+    ridge: float, # nλ
+    update: str, # one of UPDATES
+) -> list[dict[str, Any]]: # one row a fit
     "One machine, looked at after every fit."
     m = RFM(T.kernel, iters=cfg.iters, ridge=ridge, normalize=None, settle=cfg.settle,
             keep="loo", metric="error", progress=False, **UPDATES[update])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning) # an end before its time shows in the rows
-        return [dict(update=update) | seen(T, fit) for fit in m.iterates(T.X, T.Y)]
+    return [dict(update=update) | seen(T, fit) for fit in _quiet_iterates(m, T.X, T.Y)]
 
 # %% ../../nbs/experiments/13_stable.ipynb #919ecb5b
-def stable_iterates(rules: Rules,
-                    X: Tensor, # n × d
-                    Y: Tensor, # n × c, one-hot
-                    ridge: float, # nλ
-                   ) -> Iterator[Fallback]:
-    "The stable update on the rows of a table."
+def stable_iterates(rules: Rules, X: Tensor, Y: Tensor, ridge: float) -> Iterator[Fallback]:
+    "The stable update on the rows of a table; Y is one-hot."
     m = RFM(rules.kernel, update="stable", iters=rules.iters, ridge=ridge, normalize=None,
             progress=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        yield from (fallback_of(fit) for fit in m.iterates(X, Y))
+    yield from map(fallback_of, _quiet_iterates(m, X, Y))
 
 # %% ../../nbs/experiments/13_stable.ipynb #82c7cc6f
-def stable_choices(rules: Rules,
-                   T: Table,
-                   X: dict[bool, Tensor], # its rows, by whether they have unit length
-                  ) -> Iterator[Choice]: # in the order of the search
-    "Every setting of the protocol with what it scores on the validation rows."
+def _ridge_choices(rules: Rules, T: Table, A: Tensor, scaled: bool, ridge: float
+                  ) -> Iterator[Choice]:
+    "The iterates at one ridge with what they score; A are the rows of the table, centred."
     Y = one_hot(T.y, T.n_classes).to(T.X)
+    for t, M, alpha in stable_iterates(rules, A[T.train], Y[T.train], ridge):
+        predicted = predict(rules, A[T.validation], A[T.train], M.to(A), alpha)
+        hits = int(right(predicted, T.y[T.validation]))
+        yield Choice(hits, ridge, scaled, t, M.to(A) if t else None)
+
+# %% ../../nbs/experiments/13_stable.ipynb #cf1be37a
+def stable_choices(
+    rules: Rules,
+    T: Table,
+    X: dict[bool, Tensor], # its rows, by whether they have unit length
+) -> Iterator[Choice]: # in the order of the search
+    "Every setting of the protocol with what it scores on the validation rows."
     for scaled, A in X.items():
-        A = A - A[T.train].mean(0)
         for ridge in rules.ridges:
-            for t, M, alpha in stable_iterates(rules, A[T.train], Y[T.train], ridge):
-                predicted = predict(rules, A[T.validation], A[T.train], M.to(A), alpha)
-                hits = int(right(predicted, T.y[T.validation]))
-                yield Choice(hits, ridge, scaled, t, M.to(A) if t else None)
+            yield from _ridge_choices(rules, T, A - A[T.train].mean(0), scaled, ridge)
 
 # %% ../../nbs/experiments/13_stable.ipynb #2fc4a5fa
-def by_protocol(rules: Rules,
-                T: Table,
-               ) -> dict[str, Any]: # a row like those of `published`
+def by_protocol(rules: Rules, T: Table) -> dict[str, Any]: # a row like those of `published`
     "The published protocol on one table with the stable update."
     X = scalings(T.X)
     ch = first_best(list(stable_choices(rules, T, X)))
@@ -266,33 +282,41 @@ def _main_units(cfg: Config) -> list[dict[str, Any]]:
             for s in range(cfg.seeds) for t, grid in grids.items() for r in grid]
 
 # %% ../../nbs/experiments/13_stable.ipynb #91d4dd62
-def _sum_units(p: int, # modulus
-               fractions: list[float], # of its pairs
-               ridges: tuple[float, ...],
-               seeds: int,
+def _sum_units(p: int, fractions: list[float], ridges: tuple[float, ...], seeds: int
               ) -> list[dict[str, Any]]:
     "Addition mod p, with the modulus and the part of the pairs in its name."
     return [dict(task="modular", p=p, fraction=f, ridge=r, seed=s)
             for s in range(seeds) for f in fractions for r in ridges]
 
 # %% ../../nbs/experiments/13_stable.ipynb #916ebc79
+def _same_modulus(cfg: Config) -> list[dict[str, Any]]:
+    "Addition mod p with other parts of the pairs."
+    fractions = [f for f in cfg.fractions if f != cfg.fraction]
+    return _sum_units(cfg.p, fractions, cfg.modular_ridges, cfg.seeds)
+
+# %% ../../nbs/experiments/13_stable.ipynb #365e2cd8
+def _other_modulus(cfg: Config) -> list[dict[str, Any]]:
+    "Addition with the second modulus."
+    if cfg.other_p == cfg.p: return []
+    return _sum_units(cfg.other_p, list(cfg.other_fractions), cfg.other_ridges, cfg.other_seeds)
+
+# %% ../../nbs/experiments/13_stable.ipynb #d52afc3a
 def _further_sums(cfg: Config) -> list[dict[str, Any]]:
     "Modular addition with other parts of the pairs, and with the second modulus."
-    if "modular" not in cfg.tasks: return []
-    fractions = [f for f in cfg.fractions if f != cfg.fraction]
-    same = _sum_units(cfg.p, fractions, cfg.modular_ridges, cfg.seeds)
-    if cfg.other_p == cfg.p: return same
-    others = list(cfg.other_fractions)
-    return same + _sum_units(cfg.other_p, others, cfg.other_ridges, cfg.other_seeds)
+    return _same_modulus(cfg) + _other_modulus(cfg) if "modular" in cfg.tasks else []
 
 # %% ../../nbs/experiments/13_stable.ipynb #96979e60
+def _is_followed(cfg: Config, unit: dict[str, Any]) -> bool:
+    "Is this a sum mod p, at one of the two largest ridges?"
+    added = unit["task"] == "modular" and unit.get("p", cfg.p) == cfg.p
+    return added and unit["ridge"] in cfg.modular_ridges[-2:]
+
+# %% ../../nbs/experiments/13_stable.ipynb #0752571c
 def _arriving(cfg: Config, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    "The sums mod p at the two largest ridges, to be followed to their end."
+    "The sums that are to be followed to their end."
     if not cfg.arrive: return []
-    sums = [u for u in runs if u["task"] == "modular" and u.get("p", cfg.p) == cfg.p]
-    chosen = [u for u in sums if u["ridge"] in cfg.modular_ridges[-2:]]
     rest = lambda u: {k: v for k, v in u.items() if k != "task"}
-    return [dict(task="arrive", until=cfg.arrive) | rest(u) for u in chosen]
+    return [dict(task="arrive", until=cfg.arrive) | rest(u) for u in runs if _is_followed(cfg, u)]
 
 # %% ../../nbs/experiments/13_stable.ipynb #4b1f0515
 def small_tables(cfg: Config) -> list[str]: # from small to large
@@ -307,41 +331,39 @@ def units(cfg: Config) -> list[dict[str, Any]]:
     return runs + _arriving(cfg, runs) + [dict(task="table", table=k) for k in small_tables(cfg)]
 
 # %% ../../nbs/experiments/13_stable.ipynb #c72dabb3
-def table_rows(cfg: Config,
-               name: str, # of the table
-              ) -> list[dict[str, Any]]:
+_TABLE_COLUMNS = dict(method="method", accuracy="accuracy", validation="validation",
+                      ridge="chosen", normalised="normalised", iterate="iterate")
+
+# %% ../../nbs/experiments/13_stable.ipynb #10b47ded
+def table_rows(cfg: Config, name: str) -> list[dict[str, Any]]: # name: of the table
     "The stable update and the others on one table."
     T = stand_in(name) if cfg.stand_in else load(name)
     rules = Rules(methods=("kernel", "geometric"), iters=cfg.table_iters)
-    # `ridge` names the units of the tasks, so the ridge that was chosen has another name
-    columns = dict(method="method", accuracy="accuracy", validation="validation",
-                   ridge="chosen", normalised="normalised", iterate="iterate")
     size = dict(n=len(T.X), d=T.X.shape[1], c=T.n_classes)
     scored = [*published(rules, T), by_protocol(rules, T)]
-    return [{new: r[old] for old, new in columns.items()} | size for r in scored]
+    return [{new: r[old] for old, new in _TABLE_COLUMNS.items()} | size for r in scored]
 
 # %% ../../nbs/experiments/13_stable.ipynb #83b6f753
-def arrive_rows(cfg: Config,
-                unit: dict[str, Any], # its ridge and its seed
-                dev: torch.device,
-               ) -> list[dict[str, Any]]:
+def arrive_rows(cfg: Config, unit: dict[str, Any], dev: torch.device) -> list[dict[str, Any]]:
     "The stable update on a sum, to its end."
     T = make(cfg, "modular", unit["seed"], dev)
     rows = follow_update(replace(cfg, iters=cfg.arrive), T, unit["ridge"], "stable")
     return [r for r in rows if r["iter"] % 10 == 0 or r is rows[-1]]
 
 # %% ../../nbs/experiments/13_stable.ipynb #de4d6b84
-def run_unit(cfg: Config,
-             unit: dict[str, Any], # one of `units`
-             ctx: Context,
-            ) -> Output:
-    "Do one unit."
+def _unit_rows(cfg: Config, unit: dict[str, Any], dev: torch.device) -> list[dict[str, Any]]:
+    "A table, a sum to its end, or a task under the three updates."
+    if unit["task"] == "table": return table_rows(cfg, unit["table"])
+    if unit["task"] == "arrive": return arrive_rows(cfg, unit, dev)
+    T = make(cfg, unit["task"], unit["seed"], dev)
+    return [r for u in UPDATES for r in follow_update(cfg, T, unit["ridge"], u)]
+
+# %% ../../nbs/experiments/13_stable.ipynb #2517ae25
+def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
+    "Do one unit; a modulus that it names replaces the settings'."
     cfg = replace(cfg, **{k: unit[k] for k in ("p", "fraction") if k in unit})
     with one_thread():
-        if unit["task"] == "table": return Output(table_rows(cfg, unit["table"]))
-        if unit["task"] == "arrive": return Output(arrive_rows(cfg, unit, ctx.device))
-        T = make(cfg, unit["task"], unit["seed"], ctx.device)
-        return Output([r for u in UPDATES for r in follow_update(cfg, T, unit["ridge"], u)])
+        return Output(_unit_rows(cfg, unit, ctx.device))
 
 # %% ../../nbs/experiments/13_stable.ipynb #a053cec6
 RUN = ["task", "p", "fraction", "ridge", "seed"] # what names a run, but for the update
@@ -356,9 +378,7 @@ def placed(r: Result) -> pd.DataFrame:
     return d
 
 # %% ../../nbs/experiments/13_stable.ipynb #a53c2516
-def at_main_setting(r: Result,
-                    d: pd.DataFrame, # of `placed` or `outcomes`
-                   ) -> pd.DataFrame:
+def at_main_setting(r: Result, d: pd.DataFrame) -> pd.DataFrame: # d: of `placed` or `outcomes`
     "Without addition with other parts of the pairs or another modulus."
     return d[d.p.isin([0, r.config["p"]]) & d.fraction.isin([0, r.config["fraction"]])]
 
@@ -385,16 +405,24 @@ def _fits(g: pd.DataFrame) -> int: # rows of one run
     return int(g.trials.sum()) + 1 if g.trials.any() else len(g)
 
 # %% ../../nbs/experiments/13_stable.ipynb #7dc6e4ad
+def _of_objective(phi: np.ndarray) -> dict[str, Any]: # by iteration
+    "Where φ began and ended, and whether it climbed."
+    return dict(first=phi[0], last=phi[-1], rise=largest_rise(phi), blown=blows_up(phi))
+
+# %% ../../nbs/experiments/13_stable.ipynb #2f675261
+def _of_accuracy(g: pd.DataFrame) -> dict[str, float]: # rows of one run
+    "The best, the last and the chosen iterate."
+    fewest = g.accuracy[g.loo == g.loo.min()]
+    return dict(best=g.accuracy.max(), accuracy=g.accuracy.iloc[-1], loo_last=g.loo.iloc[-1],
+                chosen=middle(fewest.tolist()))
+
+# %% ../../nbs/experiments/13_stable.ipynb #6e80f817
 def _outcome(g: pd.DataFrame) -> dict[str, Any]: # rows of one run, by iteration
     "What happened in one run."
-    phi = g.objective.to_numpy(float)
-    fewest = g.accuracy[g.loo == g.loo.min()].tolist()
     numbers = g[["objective", "trace", "defect", "accuracy"]].to_numpy(float)
-    return dict(first=phi[0], last=phi[-1], rise=largest_rise(phi), blown=blows_up(phi),
-                defect_first=g.defect.iloc[0], defect_last=g.defect.iloc[-1],
-                best=g.accuracy.max(), accuracy=g.accuracy.iloc[-1], loo_last=g.loo.iloc[-1],
-                chosen=middle(fewest), fits=_fits(g), iters=int(g["iter"].max()),
-                finite=bool(np.isfinite(numbers).all()))
+    defects = dict(defect_first=g.defect.iloc[0], defect_last=g.defect.iloc[-1])
+    return _of_objective(g.objective.to_numpy(float)) | defects | _of_accuracy(g) | dict(
+        fits=_fits(g), iters=int(g["iter"].max()), finite=bool(np.isfinite(numbers).all()))
 
 # %% ../../nbs/experiments/13_stable.ipynb #b049d82d
 @once_per_result
@@ -423,27 +451,36 @@ def judge_divergence(r: Result) -> Judgement | None:
                            f"an earlier value in: {_blown(s)}")
 
 # %% ../../nbs/experiments/13_stable.ipynb #48ecf734
+def _rise_words(rise: pd.Series) -> str: # by update
+    "The largest rise of each update."
+    return (f"largest relative rise of φ in one step: stable {max(rise['stable'], 0):.1g} "
+            f"(each step falls), geometric {rise['geometric']:.2g}, "
+            f"plain {rise['plain']:.2g}")
+
+# %% ../../nbs/experiments/13_stable.ipynb #ff2ff560
 def judge_monotone(r: Result) -> Judgement | None:
     "Does the objective fall at every step?"
     if not _large_enough(r): return None
     rise = outcomes(r).groupby("update").rise.max()
-    return judge(bool(rise["stable"] <= threshold("stable-monotone", "rise")),
-                 f"largest relative rise of φ in one step: stable {max(rise['stable'], 0):.1g} "
-                 f"(each step falls), geometric {rise['geometric']:.2g}, "
-                 f"plain {rise['plain']:.2g}")
+    ok = rise["stable"] <= threshold("stable-monotone", "rise")
+    return judge(bool(ok), _rise_words(rise))
 
 # %% ../../nbs/experiments/13_stable.ipynb #9abd6139
+def _defect_words(s: pd.DataFrame, ratio: pd.Series) -> str: # of the stable update; end / start
+    "How far the defect fell, and in how many runs it is small at the end."
+    below = {bound: int((s.defect_last <= bound).sum()) for bound in (.1, 1e-3)}
+    return (f"end / start: median {ratio.median():.2g}, largest {ratio.max():.2g}; at the end "
+            f"≤ .1 in {below[.1]} of {len(s)} runs, ≤ 1e-3 in {below[1e-3]}")
+
+# %% ../../nbs/experiments/13_stable.ipynb #c7904522
 def judge_defect(r: Result) -> Judgement | None:
     "Does the stable update come nearer to a fixed point?"
     if not _large_enough(r): return None
     s = outcomes(r).query("update == 'stable'")
-    ratio = s.defect_last / s.defect_first
-    below = {bound: int((s.defect_last <= bound).sum()) for bound in (.1, 1e-3)}
+    ratio, near = s.defect_last / s.defect_first, int((s.defect_last <= .1).sum())
     fell = bool((ratio < 1).all() and ratio.median() <= threshold("stable-defect", "median"))
-    arrived = share_estimate("runs that end at a defect ≤ .1", below[.1], len(s))
-    return judge(fell,
-                 f"end / start: median {ratio.median():.2g}, largest {ratio.max():.2g}; at the end "
-                 f"≤ .1 in {below[.1]} of {len(s)} runs, ≤ 1e-3 in {below[1e-3]}",
+    arrived = share_estimate("runs that end at a defect ≤ .1", near, len(s))
+    return judge(fell, _defect_words(s, ratio),
                  "a weak statement: it falls in every run and arrives in few", estimates=(arrived,))
 
 # %% ../../nbs/experiments/13_stable.ipynb #a96225c8
@@ -457,17 +494,15 @@ def gaps(r: Result) -> pd.DataFrame: # one row for the three updates
 # %% ../../nbs/experiments/13_stable.ipynb #5fe5621d
 class Pick(NamedTuple):
     "Which iterate stands for a run: columns of `gaps`."
-    gap: str # how far it is from the best of the others
+    gap: str # to the best of the others
     accuracy: str # its own
 
 LAST, CHOSEN = Pick("gap", "accuracy"), Pick("chosen_gap", "chosen")
 LOSS = threshold("stable-accuracy", "loss") # of accuracy: what counts
 
 # %% ../../nbs/experiments/13_stable.ipynb #6d580ae5
-def _passed(g: pd.DataFrame, # of `gaps`
-            pick: Pick = LAST,
-           ) -> str:
-    "How many runs stay within .005 of the best iterate of the others, and by how much."
+def _passed(g: pd.DataFrame, pick: Pick = LAST) -> str: # g: of `gaps`
+    "How many runs stay within .005 of the best of the others, and by how much."
     gap = g[pick.gap]
     return (f"{int((gap >= -LOSS).sum())} of {len(g)} pass "
             f"(lowest gap {gap.min():+.4f}, mean {gap.mean():+.4f})")
@@ -479,37 +514,38 @@ def _run_name(run: Any) -> str: # a row of `gaps`
     return f"{run.task}{pairs} at ridge {run.ridge:g}, seed {run.seed:g}"
 
 # %% ../../nbs/experiments/13_stable.ipynb #bf757b33
-def _worst(lost: pd.DataFrame, # rows of `gaps`
-           pick: Pick,
-          ) -> str:
+def _worst(lost: pd.DataFrame, pick: Pick) -> str: # lost: rows of `gaps`
     "The three largest losses."
     each = (f"{_run_name(run)}: {getattr(run, pick.accuracy):.3f} against {run.other:.3f}"
             for run in lost.nsmallest(3, pick.gap).itertuples())
     return "; ".join(each)
 
 # %% ../../nbs/experiments/13_stable.ipynb #92bed7fa
-def judge_accuracy(r: Result) -> Judgement | None:
-    "Is nothing lost against early stopping at the last iterate?"
-    if not _large_enough(r): return None
-    g, most = gaps(r), threshold("stable-accuracy", "loss")
-    lost = g[g.gap < -most]
+def _accuracy_note(g: pd.DataFrame, lost: pd.DataFrame) -> str: # rows of `gaps`
+    "What leave-one-out would choose, and the largest losses where there are any."
     beside = f"beside it, chosen by leave-one-out: {_passed(g, CHOSEN)}"
-    worst = f"; largest losses of the last iterate: {_worst(lost, LAST)}" if len(lost) else ""
-    return judge(lost.empty, f"last iterate: {_passed(g)}", beside + worst)
+    if lost.empty: return beside
+    return f"{beside}; largest losses of the last iterate: {_worst(lost, LAST)}"
+
+# %% ../../nbs/experiments/13_stable.ipynb #7f875cac
+def judge_accuracy(r: Result) -> Judgement | None:
+    "Is nothing lost at the last iterate?"
+    if not _large_enough(r): return None
+    g = gaps(r)
+    lost = g[g.gap < -threshold("stable-accuracy", "loss")]
+    return judge(lost.empty, f"last iterate: {_passed(g)}", _accuracy_note(g, lost))
 
 # %% ../../nbs/experiments/13_stable.ipynb #7cdada85
 ENOUGH_PAIRS = {31: .8, 61: .7} # modulus: part of the pairs
 
 # %% ../../nbs/experiments/13_stable.ipynb #a25092e5
-def has_enough(g: pd.DataFrame, # of `gaps`
-               need: dict[int, float], # as ENOUGH_PAIRS
-              ) -> pd.Series:
+def has_enough(g: pd.DataFrame, need: dict[int, float]) -> pd.Series: # need: as ENOUGH_PAIRS
     "Are there enough pairs? Parities have enough points; a modulus that is not named has not."
     return (g.p == 0) | (g.fraction >= g.p.map(need).fillna(2.) - 1e-9)
 
 # %% ../../nbs/experiments/13_stable.ipynb #57307cda
 def arrivals(r: Result) -> pd.DataFrame: # one row a run
-    "Where the stable update arrives on modular addition."
+    "Where the stable update arrives on sums."
     d, names = placed(r), RUN[1:]
     last = d[d.task == "arrive"].sort_values("iter").groupby(names).tail(1)
     return last[[*names, "iter", "objective", "defect", "accuracy"]].sort_values(names)
@@ -524,17 +560,21 @@ def _arrived(r: Result) -> str: # "" where nothing was followed
     return start + ", ".join(rows) if rows else ""
 
 # %% ../../nbs/experiments/13_stable.ipynb #bbfabb8b
+def _enough_words(g: pd.DataFrame, rich: pd.Series) -> str: # of `gaps`; are there enough pairs?
+    "How many runs pass: sums with enough pairs, parities, and sums with fewer."
+    sums, few = g[rich & (g.p > 0)], g[~rich]
+    return (f"addition with enough pairs: {_passed(sums)}; parities: {_passed(g[g.p == 0])}; "
+            f"addition with fewer: {_passed(few)}")
+
+# %% ../../nbs/experiments/13_stable.ipynb #f7263676
 def judge_enough(r: Result, need: dict[int, float] = ENOUGH_PAIRS) -> Judgement | None:
     "Does the last iterate lose nothing where there are enough pairs?"
     if not _large_enough(r): return None
     g = gaps(r)
     rich = has_enough(g, need)
-    sums, few = g[rich & (g.p > 0)], g[~rich]
-    if set(sums.p) != set(need) or few.empty: return None
-    most = threshold("stable-enough", "loss")
-    return judge(bool((g[rich].gap >= -most).all()),
-                 f"addition with enough pairs: {_passed(sums)}; parities: {_passed(g[g.p == 0])}; "
-                 f"addition with fewer: {_passed(few)}", _arrived(r),
+    if set(g[rich & (g.p > 0)].p) != set(need) or rich.all(): return None
+    kept = g[rich].gap >= -threshold("stable-enough", "loss")
+    return judge(bool(kept.all()), _enough_words(g, rich), _arrived(r),
                  change="what counts as enough was read off pilots on overlapping seeds")
 
 # %% ../../nbs/experiments/13_stable.ipynb #59ea3ccf
@@ -545,25 +585,28 @@ def table_accuracies(r: Result) -> pd.DataFrame: # tables × methods, per cent
     return 100 * d.pivot(index="table", columns="method", values="accuracy")
 
 # %% ../../nbs/experiments/13_stable.ipynb #fdd793c8
+def _table_words(w: pd.DataFrame, gain: Interval) -> str: # w: of `table_accuracies`
+    "Means over tables, and the difference with its interval."
+    return (f"{len(w)} tables: stable {w.stable.mean():.2f}, geometric "
+            f"{w.geometric.mean():.2f}, kernel regression {w.kernel.mean():.2f}; difference "
+            f"{gain.mean:+.2f}, 95 % interval {gain.low:+.2f} … {gain.high:+.2f}")
+
+# %% ../../nbs/experiments/13_stable.ipynb #16254e8c
 def judge_tables(r: Result) -> Judgement | None:
     "Does the stable update lose at most half a point on tables?"
     w = table_accuracies(r)
     if len(w) < 40: return None
-    mean, low, high = interval((w.stable - w.geometric).to_numpy())
-    return judge(mean >= threshold("stable-tables", "points"),
-                 f"{len(w)} tables: stable {w.stable.mean():.2f}, geometric "
-                 f"{w.geometric.mean():.2f}, kernel regression {w.kernel.mean():.2f}; difference "
-                 f"{mean:+.2f}, 95 % interval {low:+.2f} … {high:+.2f}",
-                 estimates=(Estimate("stable − geometric, points", mean, low, high, runs=len(w),
-                                     over="tables"),))
+    gain = interval((w.stable - w.geometric).to_numpy())
+    of = Estimate("stable − geometric, points", *gain, runs=len(w), over="tables")
+    return judge(gain.mean >= threshold("stable-tables", "points"), _table_words(w, gain),
+                 estimates=(of,))
 
 # %% ../../nbs/experiments/13_stable.ipynb #514f492f
 _ON_TASKS = {"stable-no-divergence": judge_divergence, "stable-monotone": judge_monotone,
              "stable-defect": judge_defect, "stable-accuracy": judge_accuracy,
              "stable-enough": judge_enough}
-_TASKS = ("parity2", "parity3", "modular")
 
-judges = {id: resting_on(decide, task=_TASKS) for id, decide in _ON_TASKS.items()}
+judges = {id: resting_on(decide, task=tuple(TASKS)) for id, decide in _ON_TASKS.items()}
 judges["stable-tables"] = resting_on(judge_tables, task=("table",))
 
 # %% ../../nbs/experiments/13_stable.ipynb #32389d7c
@@ -585,11 +628,8 @@ def shown_ridge(r: Result, task: str) -> float:
     return float(others.groupby("ridge").blown.sum().idxmax())
 
 # %% ../../nbs/experiments/13_stable.ipynb #9d8a4fa5
-def by_iteration(rows: pd.DataFrame, # of `placed`
-                 task: str,
-                 ridge: float,
-                ) -> dict[str, pd.DataFrame]: # number → index (update, iter); median, min, max
-    "Objective, accuracy and defect over seeds."
+def by_iteration(rows: pd.DataFrame, task: str, ridge: float) -> dict[str, pd.DataFrame]:
+    "Median, min and max over seeds of three numbers, by update and iteration; rows of `placed`."
     runs = rows[(rows.task == task) & (rows.ridge == ridge)].groupby(["update", "iter"])
     spread = lambda y: runs[y].agg(["median", "min", "max"]).astype(float)
     return {y: spread(y) for y in ("objective", "accuracy", "defect")}
@@ -608,22 +648,26 @@ def _legend(fig: plt.Figure, ncols: int = 3) -> None:
     fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=ncols,
                fontsize=8)
 
+# %% ../../nbs/experiments/13_stable.ipynb #42ab8bce
+def _runs_column(column: Iterable[plt.Axes], tables: dict[str, pd.DataFrame]) -> None:
+    "The panels of one task, one below the other."
+    for ax, (y, table) in zip(column, tables.items()):
+        _draw_spread(ax, table)
+        ax.set_yscale("linear" if y == "accuracy" else "log")
+
 # %% ../../nbs/experiments/13_stable.ipynb #fb7338b1
 def draw_runs(r: Result) -> plt.Figure:
     "Objective, accuracy and defect by iteration: median over seeds, range shaded."
     rows = at_main_setting(r, placed(r))
     tasks = _shown_tasks(rows)
-    labels = dict(objective=r"objective $\varphi$", accuracy="test accuracy", defect="defect")
     with style():
         fig, axes = plt.subplots(3, len(tasks), figsize=(WIDTH, 6.6), sharex=True, squeeze=False)
         for column, t in zip(axes.T, tasks):
             ridge = shown_ridge(r, t)
-            for ax, (y, table) in zip(column, by_iteration(rows, t, ridge).items()):
-                _draw_spread(ax, table)
-                ax.set_yscale("linear" if y == "accuracy" else "log")
+            _runs_column(column, by_iteration(rows, t, ridge))
             column[0].set_title(f"{_title(r, t)}\nridge {ridge:g}")
             column[-1].set_xlabel("iteration")
-        for ax, label in zip(axes[:, 0], labels.values()):
+        for ax, label in zip(axes[:, 0], (r"objective $\varphi$", "test accuracy", "defect")):
             ax.set_ylabel(label)
         _legend(fig)
     return fig
@@ -636,20 +680,28 @@ def by_ridge(s: pd.DataFrame) -> pd.DataFrame: # of `outcomes`; index (task, upd
     "Mean accuracies over seeds: best iterate, last and chosen."
     return s.groupby(["task", "update", "ridge"])[list(PICKS)].mean()
 
+# %% ../../nbs/experiments/13_stable.ipynb #30871c8a
+def _dots(ax: plt.Axes, x: pd.Series, y: pd.Series, color: str) -> None:
+    "A small dot a run."
+    ax.plot(x, y, linestyle="none", color=color, marker=".", markersize=3, alpha=.6)
+
 # %% ../../nbs/experiments/13_stable.ipynb #d41ac20f
-def _draw_by_ridge(ax: plt.Axes,
-                   s: pd.DataFrame, # of `outcomes`, one task
-                   y: str, # one of PICKS
-                  ) -> None:
+def _draw_by_ridge(ax: plt.Axes, s: pd.DataFrame, y: str) -> None: # outcomes of a task; of PICKS
     "A line an update through the means, and one dot a seed."
     means = by_ridge(s)[y].droplevel("task")
     for u in UPDATES:
         g, kind = s[s["update"] == u], look(LOOKS[u])
         ax.plot(means[u].index, means[u], label=NAMES[u],
                 fillstyle="none" if y == "best" else "full", **kind)
-        ax.plot(g.ridge, g[y], linestyle="none", color=kind["color"], marker=".", markersize=3,
-                alpha=.6)
+        _dots(ax, g.ridge, g[y], kind["color"])
     ax.set(xscale="log", ylim=(-.05, 1.05))
+
+# %% ../../nbs/experiments/13_stable.ipynb #5d4e77ab
+def _map_column(column: Iterable[plt.Axes], s: pd.DataFrame) -> None: # s: outcomes of one task
+    "The panels of one task: three iterates, one below the other."
+    for ax, (y, what) in zip(column, PICKS.items()):
+        _draw_by_ridge(ax, s, y)
+        ax.set_title(what)
 
 # %% ../../nbs/experiments/13_stable.ipynb #387a4208
 def draw_map(r: Result) -> plt.Figure:
@@ -659,9 +711,7 @@ def draw_map(r: Result) -> plt.Figure:
     with style():
         fig, axes = plt.subplots(3, len(tasks), figsize=(WIDTH, 6.6), sharey=True, squeeze=False)
         for column, t in zip(axes.T, tasks):
-            for ax, (y, what) in zip(column, PICKS.items()):
-                _draw_by_ridge(ax, s[s.task == t], y)
-                ax.set_title(what)
+            _map_column(column, s[s.task == t])
             column[0].set_title(f"{_title(r, t)}\n{PICKS['best']}")
             column[-1].set_xlabel(r"ridge $n\lambda$")
         for ax in axes[:, 0]:
@@ -693,23 +743,27 @@ def _draw_pairs_lines(ax: plt.Axes, lines: list[PairsLine], p: float) -> None:
         d, kind = line.rows[line.rows.p == p], look(line.kind)
         mean = d.groupby("fraction")[line.y].mean()
         ax.plot(mean.index, mean, label=line.label, **kind)
-        ax.plot(d.fraction + .006 * (i - 1.5), d[line.y], linestyle="none", color=kind["color"],
-                marker=".", markersize=3, alpha=.6)
+        _dots(ax, d.fraction + .006 * (i - 1.5), d[line.y], kind["color"])
+
+# %% ../../nbs/experiments/13_stable.ipynb #cedf3e42
+def _pairs_panel(ax: plt.Axes, lines: list[PairsLine], p: float) -> None:
+    "One modulus, shaded where there are enough pairs."
+    _draw_pairs_lines(ax, lines, p)
+    right, parts = ax.get_xlim()[1], lines[0].rows
+    if p in ENOUGH_PAIRS:
+        ax.axvspan(ENOUGH_PAIRS[int(p)] - .03, right, color="grey", alpha=.12)
+    ax.set(title=f"addition mod {p:g}", xlabel="part of the pairs that trains",
+           xlim=(None, right), xticks=sorted(set(parts[parts.p == p].fraction)))
 
 # %% ../../nbs/experiments/13_stable.ipynb #643e643d
 def draw_pairs(r: Result) -> plt.Figure:
     "Accuracy on modular addition against the part of the pairs: one dot a run, means joined."
     lines = pairs_lines(r)
-    fractions = {p: sorted(set(g.fraction)) for p, g in lines[0].rows.groupby("p") if p}
+    moduli = sorted(p for p in set(lines[0].rows.p) if p)
     with style():
-        fig, axes = plt.subplots(1, len(fractions), figsize=(WIDTH, 3.6), squeeze=False)
-        for ax, (p, ticks) in zip(axes[0], fractions.items()):
-            _draw_pairs_lines(ax, lines, p)
-            right = ax.get_xlim()[1]
-            if p in ENOUGH_PAIRS:
-                ax.axvspan(ENOUGH_PAIRS[p] - .03, right, color="grey", alpha=.12)
-            ax.set(title=f"addition mod {p:g}", xlabel="part of the pairs that trains",
-                   xlim=(None, right), xticks=ticks)
+        fig, axes = plt.subplots(1, len(moduli), figsize=(WIDTH, 3.6), squeeze=False)
+        for ax, p in zip(axes[0], moduli):
+            _pairs_panel(ax, lines, p)
         axes[0, 0].set_ylabel("test accuracy")
         _legend(fig, ncols=2)
     return fig
@@ -784,21 +838,25 @@ TABLES_FIGURE = Figure(
 figures = dict(runs=RUNS_FIGURE, map=MAP_FIGURE, pairs=PAIRS_FIGURE, tables=TABLES_FIGURE)
 
 # %% ../../nbs/experiments/13_stable.ipynb #5a4923b9
+def _size_of(cfg: Config, unit: dict[str, Any]) -> tuple[int, int, int]: # points, inputs, outputs
+    "How large the fits of a task are."
+    if unit["task"] == "parity2": return cfg.n2, cfg.d2, 1
+    if unit["task"] == "parity3": return cfg.n3, cfg.d3, 1
+    p = unit.get("p", cfg.p)
+    return int(p**2 * unit.get("fraction", cfg.fraction)), 2 * p, p
+
+# %% ../../nbs/experiments/13_stable.ipynb #0dc8a9ca
 ON_HOST = "tables of at most a thousand rows: a device would only wait for the next fit"
 
 def work(cfg: Config, unit: dict[str, Any]) -> Work:
     "What a unit asks of a machine."
     if unit["task"] == "table": return Work(steps=2e5, cpu_only=ON_HOST, double=True)
-    p = unit.get("p", cfg.p)
-    pairs = int(p**2 * unit.get("fraction", cfg.fraction))
-    if unit["task"] == "arrive": return fit_work(pairs, 2 * p, p, 1.5 * cfg.arrive)
-    n, d, c = dict(parity2=(cfg.n2, cfg.d2, 1), parity3=(cfg.n3, cfg.d3, 1),
-                   modular=(pairs, 2 * p, p))[unit["task"]]
-    return fit_work(n, d, c, 7. * cfg.iters)
+    fits = 1.5 * cfg.arrive if unit["task"] == "arrive" else 7. * cfg.iters
+    return fit_work(*_size_of(cfg, unit), fits)
 
 # %% ../../nbs/experiments/13_stable.ipynb #st000002
 def sizes(config: Mapping[str, Any], unit: Mapping[str, Any]) -> dict[str, float]:
-    "Modulus, or points and dimension, of a run."
+    "Modulus, or points and dimension."
     if unit["task"] in ("modular", "arrive"): return dict(p=unit.get("p", config["p"]))
     return {k: config[k] for k in ("n3", "d3")} if unit["task"] == "parity3" else {}
 
