@@ -19,22 +19,29 @@ import fact_nb
 from .experiment import UsageError
 from .store import Store, provenance, read_record, results_dir, write_record
 
+# %% ../../nbs/lab/08_benchmark.ipynb #afdd2cbb
+_Clock = Callable[[], float] # seconds
+
+def _seconds_of(call: Callable[[], object], clock: _Clock) -> float:
+    "How long a call takes."
+    start = clock()
+    call()
+    return max(clock() - start, 1e-9)
+
 # %% ../../nbs/lab/08_benchmark.ipynb #af23a799
-def take_turns(contenders: Mapping[str, Callable[[], object]], # name -> what to call
-               rounds: int, # each is called so often, in turn
-               warm: bool = True, # call each once before anything is measured
-               clock: Callable[[], float] = time.process_time, # CPU seconds
-              ) -> dict[str, list[float]]: # name -> seconds, round by round
+def take_turns(
+    contenders: Mapping[str, Callable[[], object]], # name -> what to call
+    rounds: int, # each is called so often, in turn
+    warm: bool = True, # call each once before anything is measured
+    clock: _Clock = time.process_time, # CPU seconds
+) -> dict[str, list[float]]: # name -> seconds, round by round
     "Seconds of every contender in every round."
-    if warm:
-        for call in contenders.values():
-            call()
+    for call in contenders.values() if warm else ():
+        call()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, call in contenders.items():
-            start = clock()
-            call()
-            seconds[name].append(max(clock() - start, 1e-9))
+            seconds[name].append(_seconds_of(call, clock))
     return seconds
 
 # %% ../../nbs/lab/08_benchmark.ipynb #36816ad8
@@ -48,32 +55,31 @@ class BenchRow(TypedDict):
     note: str # what else there is to know
 
 # %% ../../nbs/lab/08_benchmark.ipynb #6d54ae5d
-def ratio_row(name: str, # what is compared with what
-              over: Sequence[float], # seconds, round by round
-              under: Sequence[float], # seconds in the same rounds
-              target: str = "", # what we ask for
-              note: str = "", # what else there is to know
-             ) -> BenchRow:
+def ratio_row(
+    name: str, # what is compared with what
+    over: Sequence[float], # seconds, round by round
+    under: Sequence[float], # seconds in the same rounds
+    target: str = "", # what we ask for
+    note: str = "", # what else there is to know
+) -> BenchRow:
     "Median, smallest and largest of over/under, round by round."
     ratios = [a / b for a, b in zip(over, under)]
     return BenchRow(name=name, ratio=statistics.median(ratios), low=min(ratios), high=max(ratios),
                     target=target, note=note)
 
 # %% ../../nbs/lab/08_benchmark.ipynb #c7440b70
-def seconds_note(over: Sequence[float], # seconds
-                 under: Sequence[float], # seconds
-                 note: str = "", # what follows
-                ) -> str:
+def seconds_note(over: Sequence[float], under: Sequence[float], note: str = "") -> str:
     "The median seconds of both sides, and a note."
     both = f"{statistics.median(over):.3g} s / {statistics.median(under):.3g} s"
     return f"{both}; {note}" if note else both
 
 # %% ../../nbs/lab/08_benchmark.ipynb #a506f3b6
-def value_row(name: str, # what is measured
-              value: float, # once
-              target: str, # what we ask for
-              note: str = "", # what else there is to know
-             ) -> BenchRow:
+def value_row(
+    name: str, # what is measured
+    value: float, # once
+    target: str, # what we ask for
+    note: str = "",
+) -> BenchRow:
     "A row of one value."
     return BenchRow(name=name, ratio=value, low=value, high=value, target=target, note=note)
 
@@ -84,19 +90,25 @@ def suites() -> dict[str, Callable[..., list[BenchRow]]]:
     names = [m.name for m in pkgutil.iter_modules(package.__path__)]
     return {n: importlib.import_module(f"fact_nb.bench.{n}").bench for n in names}
 
-# %% ../../nbs/lab/08_benchmark.ipynb #a1307b9d
-def run_suite(name: str, # as in `suites()`
-              rounds: int = 7, # how often each pair is run
-              quick: bool = False, # small sizes, to see that it works
-              results: str | Path | None = None, # folder of the result store
-             ) -> list[BenchRow]:
-    "Run one suite and store its rows (a quick run is not stored)."
+# %% ../../nbs/lab/08_benchmark.ipynb #14a5e97a
+def _suite(name: str) -> Callable[..., list[BenchRow]]:
+    "A suite by name, or a UsageError that lists them."
     known = suites()
-    if name not in known:
-        there = ", ".join(sorted(known)) or "none"
-        raise UsageError(f"unknown benchmark {name!r}; there are: {there}")
+    if name in known: return known[name]
+    there = ", ".join(sorted(known)) or "none"
+    raise UsageError(f"unknown benchmark {name!r}; there are: {there}")
+
+# %% ../../nbs/lab/08_benchmark.ipynb #a1307b9d
+def run_suite(
+    name: str, # as in `suites()`
+    rounds: int = 7, # how often each pair is run
+    quick: bool = False, # small sizes, to see that it works
+    results: str | Path | None = None, # folder of the result store
+) -> list[BenchRow]:
+    "Run one suite and store its rows (a quick run is not stored)."
+    bench = _suite(name)
     if rounds < 1: raise UsageError(f"rounds must be at least 1, not {rounds}")
-    rows = known[name](rounds=rounds, quick=quick)
+    rows = bench(rounds=rounds, quick=quick)
     if not quick:
         record = dict(suite=name, rounds=rounds, rows=rows, provenance=provenance())
         write_record(Store(results).root/"bench"/f"{name}.json", record)
@@ -109,26 +121,34 @@ def _cell(value: Any) -> str:
     if not isinstance(value, float): return str(value)
     return f"{value:.1e}" if 0 < abs(value) < .005 else f"{value:.2f}"
 
+# %% ../../nbs/lab/08_benchmark.ipynb #82b139a6
+def _spread(row: BenchRow, between: str = "–") -> str:
+    "The smallest and the largest of a row."
+    return f"{_cell(row['low'])}{between}{_cell(row['high'])}"
+
 # %% ../../nbs/lab/08_benchmark.ipynb #643707fa
 def bench_text(rows: Sequence[BenchRow]) -> str:
     "Benchmark rows for a terminal."
     wide = max([len(r["name"]) for r in rows], default=0)
     line = "{:{}} {:>8}  {:17} {:12} {}".format
     out = [line("benchmark", wide, "ratio", "smallest–largest", "target", "")]
-    for r in rows:
-        spread = f"{_cell(r['low'])}–{_cell(r['high'])}"
-        out.append(line(r["name"], wide, _cell(r["ratio"]), spread, r["target"], r["note"]))
+    out += [line(r["name"], wide, _cell(r["ratio"]), _spread(r), r["target"], r["note"])
+            for r in rows]
     return "\n".join(text.rstrip() for text in out)
+
+# %% ../../nbs/lab/08_benchmark.ipynb #2c9827a5
+def _bench_places() -> list[Path]:
+    "Folders in which a stored run may lie: beside the package first."
+    beside = Path(fact_nb.__file__).resolve().parent.parent/"results"
+    return list(dict.fromkeys([beside, results_dir().resolve()]))
 
 # %% ../../nbs/lab/08_benchmark.ipynb #9944d226
 def stored_suite(name: str) -> dict[str, Any]: # suite, rounds, rows, provenance
     "The stored run of a suite; FileNotFoundError says where it was looked for."
-    beside = Path(fact_nb.__file__).resolve().parent.parent/"results"
-    places = list(dict.fromkeys([beside, results_dir().resolve()]))
-    for place in places:
+    for place in _bench_places():
         record = read_record(place/"bench"/f"{name}.json")
         if record is not None: return record
-    looked = " and ".join(map(str, places))
+    looked = " and ".join(map(str, _bench_places()))
     raise FileNotFoundError(f"no stored run of the benchmark {name} in {looked}: use a clone of "
                             f"the repository, or run: fact bench {name}")
 
@@ -143,21 +163,22 @@ class MeasuredSuites(list[dict[str, Any]]):
     def __repr__(self) -> str:
         return "\n\n".join(f"{r['suite']}\n{bench_text(r['rows'])}" for r in self)
 
+# %% ../../nbs/lab/08_benchmark.ipynb #d24e8b7d
+def _bench_cells(r: BenchRow) -> str:
+    "One row of a suite as HTML."
+    cells = (r["name"], _cell(r["ratio"]), _spread(r, " … "), r["target"], r["note"])
+    inner = "".join(f'<td style="text-align:left">{escape(c)}</td>' for c in cells)
+    return f"<tr>{inner}</tr>"
+
 # %% ../../nbs/lab/08_benchmark.ipynb #cef5c6f3
 def _suite_rows(record: dict[str, Any]) -> str:
     "The rows of one suite, under its name, its number of rounds and its date."
     date = record["provenance"]["date"][:10]
     made = f"{record['suite']}, {record['rounds']} rounds, {date}"
-    lines = [f'<tr><th colspan="5" style="text-align:left">{escape(made)}</th></tr>']
-    for r in record["rows"]:
-        cells = [r["name"], _cell(r["ratio"]), f"{_cell(r['low'])} … {_cell(r['high'])}",
-                 r["target"], r["note"]]
-        inner = "".join(f'<td style="text-align:left">{escape(c)}</td>' for c in cells)
-        lines.append(f"<tr>{inner}</tr>")
-    return "".join(lines)
+    head = f'<tr><th colspan="5" style="text-align:left">{escape(made)}</th></tr>'
+    return head + "".join(_bench_cells(r) for r in record["rows"])
 
 # %% ../../nbs/lab/08_benchmark.ipynb #ecd53ec4
-def measured(*names: str, # of suites; without them, all
-            ) -> MeasuredSuites:
-    "What the stored runs measured."
+def measured(*names: str) -> MeasuredSuites:
+    "What the stored runs of these suites measured; without names, of all."
     return MeasuredSuites(stored_suite(name) for name in names or sorted(suites()))

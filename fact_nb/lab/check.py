@@ -25,7 +25,7 @@ from .store import results_dir
 
 # %% ../../nbs/lab/15_check.ipynb #1e511ca0
 def claim_named(id: str) -> Claim:
-    "A claim of the ledger, or a UsageError that names those with a similar id."
+    "A claim of the ledger, or a UsageError that names similar ids."
     near = difflib.get_close_matches(id, LEDGER, n=3, cutoff=.4) or list(LEDGER)[:3]
     require(id in LEDGER, f"unknown claim {id!r}; did you mean {', '.join(near)}?")
     return LEDGER[id]
@@ -33,9 +33,9 @@ def claim_named(id: str) -> Claim:
 # %% ../../nbs/lab/15_check.ipynb #492de408
 def judging(id: str) -> list[Experiment]:
     "The experiments that judge a claim; a UsageError where none does."
-    found = [e for e in registry().values() if id in e.judges]
     told = f"{id} is judged from the seconds of all runs together: see `fact report`"
     require(id not in ACROSS, told)
+    found = [e for e in registry().values() if id in e.judges]
     require(bool(found), f"no experiment judges {id}: there is nothing to run")
     return found
 
@@ -46,13 +46,10 @@ def units_behind(exp: Experiment, id: str, r: Result) -> list[StoredUnit]:
     return list(r.units if j is None or j.units is None else j.units)
 
 # %% ../../nbs/lab/15_check.ipynb #937bb3b2
-def _unit_record(name: str, # of an experiment
-                 r: Result, # its committed result
-                 key: str, # of a unit
-                ) -> dict[str, Any]:
-    "The stored record of one unit of the committed result."
-    for place in (repository_results(), results_dir()):
-        if place is None: continue
+def _unit_record(name: str, r: Result, key: str) -> dict[str, Any]:
+    "The stored record of one unit of an experiment's committed result."
+    places = [p for p in (repository_results(), results_dir()) if p is not None]
+    for place in places:
         found = Store(place).read_unit(name, r.label, key)
         if found is not None: return found
     raise FileNotFoundError(f"unit {key} of {name}/{r.label} is not there: use a whole clone")
@@ -74,14 +71,17 @@ class Chosen(NamedTuple):
         sizes = self.exp.sizes(self.result.config, self.unit.params)
         return float(np.prod(list(sizes.values())))
 
+# %% ../../nbs/lab/15_check.ipynb #b558fa26
+def _candidates(exp: Experiment, id: str) -> list[Chosen]:
+    "The units of one experiment that a verdict rests on, with their records."
+    r = committed(exp.name)
+    units = units_behind(exp, id, r)
+    return [Chosen(exp, r, u, _unit_record(exp.name, r, u.key)) for u in units]
+
 # %% ../../nbs/lab/15_check.ipynb #ee8b8ec1
 def smallest_unit(id: str) -> Chosen:
     "Of all units behind a claim the smallest, and of equals the one that took the fewest seconds."
-    found = []
-    for exp in judging(id):
-        r = committed(exp.name)
-        units = units_behind(exp, id, r)
-        found += [Chosen(exp, r, u, _unit_record(exp.name, r, u.key)) for u in units]
+    found = [chosen for exp in judging(id) for chosen in _candidates(exp, id)]
     return min(found, key=lambda c: (c.size, c.seconds))
 
 # %% ../../nbs/lab/15_check.ipynb #66fc253a
@@ -95,21 +95,29 @@ def _column(rows: Iterable[Mapping[str, Any]], name: str) -> np.ndarray:
     number = lambda v: float(v) if isinstance(v, (int, float)) else np.nan
     return np.array([number(row.get(name)) for row in rows])
 
+# %% ../../nbs/lab/15_check.ipynb #dcf59503
+def _gap(a: np.ndarray, b: np.ndarray) -> float | None: # None: both are rounding
+    "The largest difference of two columns, relative to their largest number."
+    scale = max(np.nanmax(np.abs(b)), np.nanmax(np.abs(a), initial=0.))
+    if scale <= ROUNDING: return None
+    gap = np.where(np.isnan(a) & np.isnan(b), 0., np.abs(a - b))
+    return float(np.nan_to_num(gap, nan=np.inf).max() / scale)
+
+# %% ../../nbs/lab/15_check.ipynb #22a6136b
+def _compared(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    "The columns with numbers that are not measured times."
+    names = {k for row in rows for k, v in row.items() if isinstance(v, (int, float))}
+    return sorted(names - set(TIMED))
+
 # %% ../../nbs/lab/15_check.ipynb #5a20af1a
-def differences(new: list[dict[str, Any]], # rows of this machine
-                old: list[dict[str, Any]], # rows that are committed
-               ) -> dict[str, float]: # by column, relative to its largest number
+def differences(
+    new: list[dict[str, Any]], # rows of this machine
+    old: list[dict[str, Any]], # rows that are committed
+) -> dict[str, float]: # by column, relative to its largest number
     "How far two runs of one unit lie apart; infinite where their shapes differ."
     if len(new) != len(old): return {"number of rows": float("inf")}
-    names = {k for row in old for k, v in row.items() if isinstance(v, (int, float))}
-    found = {}
-    for k in sorted(names - set(TIMED)):
-        a, b = _column(new, k), _column(old, k)
-        scale = max(np.nanmax(np.abs(b)), np.nanmax(np.abs(a), initial=0.))
-        if scale <= ROUNDING: continue
-        gap = np.where(np.isnan(a) & np.isnan(b), 0., np.abs(a - b))
-        found[k] = float(np.nan_to_num(gap, nan=np.inf).max() / scale)
-    return found
+    gaps = {k: _gap(_column(new, k), _column(old, k)) for k in _compared(old)}
+    return {k: gap for k, gap in gaps.items() if gap is not None}
 
 # %% ../../nbs/lab/15_check.ipynb #938d652e
 def _comparable(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -123,7 +131,7 @@ class Rerun(StoredUnit):
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 # %% ../../nbs/lab/15_check.ipynb #6ed3aa94
-def run_again(c: Chosen, progress: bool = False) -> "Rerun":
+def run_again(c: Chosen, progress: bool = False) -> Rerun:
     "The unit, done on this machine."
     from fact_nb.runtime import device
     cfg = c.exp.preset(c.result.preset)
@@ -133,17 +141,21 @@ def run_again(c: Chosen, progress: bool = False) -> "Rerun":
     arrays = {k: np.asarray(v) for k, v in out.arrays.items()}
     return Rerun(c.unit.key, c.unit.params, arrays, rows=plain(out.rows))
 
+# %% ../../nbs/lab/15_check.ipynb #0310cae7
+def _rows_of(u: StoredUnit, r: Result) -> list[dict[str, Any]]:
+    "The rows of a unit, each with its parameters: new ones, or those that are committed."
+    own = u.rows if isinstance(u, Rerun) else _unit_record(r.experiment, r, u.key)["rows"]
+    return [{**u.params, **row} for row in own]
+
 # %% ../../nbs/lab/15_check.ipynb #d6ca3954
-def with_unit(r: Result, # a committed result
-              new: Rerun, # one of its units, run again
-             ) -> Result:
+def with_unit(
+    r: Result, # a committed result
+    new: Rerun, # one of its units, run again
+) -> Result:
     "The result with one unit in the place of the committed one."
     import pandas as pd
-    rows = []
-    for u in r.units:
-        own = new.rows if u.key == new.key else _unit_record(r.experiment, r, u.key)["rows"]
-        rows += [{**u.params, **row} for row in own]
     units = [new if u.key == new.key else u for u in r.units]
+    rows = [row for u in units for row in _rows_of(u, r)]
     arrays = {u.key: u.arrays for u in units if u.arrays}
     return replace(r, df=pd.DataFrame(rows), units=units, arrays=arrays)
 
@@ -166,16 +178,13 @@ class Checked:
         return self.worst[1] <= NEAR and self.before == self.after
 
 # %% ../../nbs/lab/15_check.ipynb #dcbca4bc
-def check_unit(id: str, # of a claim
-               c: Chosen,
-               progress: bool = False,
-              ) -> Checked:
-    "Run the chosen unit again, compare its numbers, and judge with it."
+def check_unit(id: str, c: Chosen, progress: bool = False) -> Checked:
+    "Run the chosen unit again, compare its numbers, and judge the claim with it."
     new = run_again(c, progress)
-    rows = _comparable(new.rows), _comparable(c.record["rows"])
-    fresh = with_unit(c.result, new)
-    before, after = (verdict_on(c.exp, id, r)["verdict"] for r in (c.result, fresh))
-    return Checked(differences(*rows), before, after)
+    apart = differences(_comparable(new.rows), _comparable(c.record["rows"]))
+    results = (c.result, with_unit(c.result, new))
+    before, after = (verdict_on(c.exp, id, r)["verdict"] for r in results)
+    return Checked(apart, before, after)
 
 # %% ../../nbs/lab/15_check.ipynb #5255a29d
 def check_claim(id: str) -> Checked:
@@ -183,22 +192,24 @@ def check_claim(id: str) -> Checked:
     claim_named(id)
     return check_unit(id, smallest_unit(id))
 
+# %% ../../nbs/lab/15_check.ipynb #3c4563fa
+def _committed_line(exp: Experiment, id: str) -> str:
+    "What the committed result of one experiment says about a claim."
+    j = verdict_on(exp, id, committed(exp.name))
+    note = f" [{j['note']}]" if j["note"] else ""
+    return f"committed: {j['verdict']}: {j['ours']}{note} ({j['result']})"
+
 # %% ../../nbs/lab/15_check.ipynb #0eec0926
 def claim_in_words(c: Claim) -> str:
     "What is claimed, what was asked, and what the committed results say."
     lines = [f"{c.id}: {c.claim}", f"where:     {c.where}", f"criterion: {c.criterion}",
              f"paper:     {c.paper or 'no number'}"]
-    for exp in judging(c.id):
-        j = verdict_on(exp, c.id, committed(exp.name))
-        note = f" [{j['note']}]" if j["note"] else ""
-        lines.append(f"committed: {j['verdict']}: {j['ours']}{note} ({j['result']})")
-    return "\n".join(lines)
+    return "\n".join(lines + [_committed_line(exp, c.id) for exp in judging(c.id)])
 
 # %% ../../nbs/lab/15_check.ipynb #500a1221
 def checked_in_words(found: Checked) -> str:
     "What the rerun showed."
     column, gap = found.worst
     numbers = f"{len(found.differences)} columns, largest difference {gap:.1e} in {column}"
-    same = f"verdict with this unit: {found.after}"
     word = "agrees" if found.agrees else "does not agree"
-    return f"{word}: {numbers}; {same}"
+    return f"{word}: {numbers}; verdict with this unit: {found.after}"

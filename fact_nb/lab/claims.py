@@ -43,39 +43,59 @@ class BadLedger(ValueError):
 REQUIRED = ("id", "section", "where", "claim", "criterion")
 OPTIONAL = ("paper", "kind", "thresholds")
 
-# %% ../../nbs/lab/03_claims.ipynb #fd89c29a
-def _complaint(entry: Mapping[str, Any]) -> str: # empty when there is none
-    "What is wrong with an entry of the file."
+# %% ../../nbs/lab/03_claims.ipynb #2a9c6a88
+def _wrong_keys(entry: Mapping[str, Any]) -> str: # empty when there is nothing wrong
+    "Which keys of an entry are missing or not known."
     missing = [k for k in REQUIRED if not entry.get(k)]
     if missing: return f"{', '.join(missing)} is missing"
     unknown = [k for k in entry if k not in REQUIRED + OPTIONAL]
     known = ", ".join(REQUIRED + OPTIONAL)
-    if unknown: return f"unknown key {', '.join(unknown)}; there are: {known}"
-    not_text = [k for k, v in entry.items() if k != "thresholds" and not isinstance(v, str)]
-    if not_text: return f"{', '.join(not_text)} must be text, in quotation marks"
-    return _wrong_kind(entry)
+    return f"unknown key {', '.join(unknown)}; there are: {known}" if unknown else ""
+
+# %% ../../nbs/lab/03_claims.ipynb #44c3f7d1
+def _not_text(entry: Mapping[str, Any]) -> str: # empty when there is nothing wrong
+    "Which values of an entry should be text."
+    bad = [k for k, v in entry.items() if k != "thresholds" and not isinstance(v, str)]
+    return f"{', '.join(bad)} must be text, in quotation marks" if bad else ""
 
 # %% ../../nbs/lab/03_claims.ipynb #b2e835d7
 def _wrong_kind(entry: Mapping[str, Any]) -> str: # empty when there is nothing wrong
-    "What is wrong with the kind or the thresholds of an entry."
-    known = ", ".join(CLAIM_KINDS)
-    if entry.get("kind", "measured") not in CLAIM_KINDS: return f"kind must be one of {known}"
+    "Is the kind of an entry one that there is?"
+    known = entry.get("kind", "measured") in CLAIM_KINDS
+    return "" if known else f"kind must be one of {', '.join(CLAIM_KINDS)}"
+
+# %% ../../nbs/lab/03_claims.ipynb #e895865b
+def _wrong_numbers(entry: Mapping[str, Any]) -> str: # empty when there is nothing wrong
+    "Which thresholds of an entry are not numbers."
     numbers = entry.get("thresholds", {})
     if not isinstance(numbers, dict): return "thresholds must be a table: { name = number }"
     bad = [k for k, v in numbers.items() if isinstance(v, bool) or not isinstance(v, (int, float))]
     return f"threshold {', '.join(bad)} must be a number" if bad else ""
 
-# %% ../../nbs/lab/03_claims.ipynb #f994e4b7
-def read_claims(text: str, # of the file
-                file: str, # its name, for errors
-               ) -> dict[str, Claim]: # by id, in the order of the file
-    "The claims of a ledger; BadLedger says which entry of which file is wrong."
+# %% ../../nbs/lab/03_claims.ipynb #8813c14e
+_CHECKS = (_wrong_keys, _not_text, _wrong_kind, _wrong_numbers)
+
+def _complaint(entry: Mapping[str, Any]) -> str: # empty when there is none
+    "What is wrong with an entry of the file."
+    return next((said for check in _CHECKS if (said := check(entry))), "")
+
+# %% ../../nbs/lab/03_claims.ipynb #9caf4052
+def _entries(text: str, file: str) -> list[dict[str, Any]]:
+    "The entries of a ledger as they are written."
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e: raise BadLedger(f"{file} is not TOML: {e}") from None
     if set(content) != {"claim"}: raise BadLedger(f"{file}: there must be [[claim]] entries only")
+    return content["claim"]
+
+# %% ../../nbs/lab/03_claims.ipynb #f994e4b7
+def read_claims(
+    text: str, # of the file
+    file: str, # its name, for errors
+) -> dict[str, Claim]: # by id, in the order of the file
+    "The claims of a ledger; BadLedger says which entry of which file is wrong."
     ledger: dict[str, Claim] = {}
-    for number, entry in enumerate(content["claim"], 1):
+    for number, entry in enumerate(_entries(text, file), 1):
         id = entry.get("id") or f"entry {number}"
         wrong = _complaint(entry) if id not in ledger else "the id is used twice"
         if wrong: raise BadLedger(f"{file}, {id}: {wrong}")
@@ -87,14 +107,14 @@ _FILE = files("fact_nb.lab")/"claims.toml"
 LEDGER: dict[str, Claim] = read_claims(_FILE.read_text(encoding="utf-8"), str(_FILE))
 
 # %% ../../nbs/lab/03_claims.ipynb #22f7d4ef
-def threshold(id: str, # of a claim
-              name: str, # of one of its numbers
-             ) -> float:
+def threshold(
+    id: str, # of a claim
+    name: str, # of one of its numbers
+) -> float:
     "A number of a claim's criterion."
     known = LEDGER[id].thresholds
-    there = ", ".join(known)
-    if name not in known: raise KeyError(f"{id} has no threshold {name!r}; there are: {there}")
-    return known[name]
+    if name in known: return known[name]
+    raise KeyError(f"{id} has no threshold {name!r}; there are: {', '.join(known)}")
 
 # %% ../../nbs/lab/03_claims.ipynb #dad08314
 class Claims(list[Claim]):
@@ -115,9 +135,10 @@ def _cells(c: Claim) -> str:
     return "".join(f'<td style="text-align:left">{t}</td>' for t in texts)
 
 # %% ../../nbs/lab/03_claims.ipynb #c6cf8519
-def claims_under(section: str, # a heading of the ledger
-                 ledger: Iterable[Claim] | None = None, # by default all claims
-                ) -> Claims:
+def claims_under(
+    section: str, # a heading of the ledger
+    ledger: Iterable[Claim] | None = None, # by default all claims
+) -> Claims:
     "The claims under one heading."
     claims = LEDGER.values() if ledger is None else ledger
     return Claims(c for c in claims if c.section == section)

@@ -8,7 +8,6 @@ __all__ = ['PRESETS', 'LONG', 'COMMANDS', 'BASH', 'SHELLS', 'cmd_list', 'Shown',
            'parser', 'Words', 'completion', 'main']
 
 # %% ../../nbs/lab/09_cli.ipynb #4db6a68d
-import argparse
 import json
 import os
 import pkgutil
@@ -16,58 +15,80 @@ import shutil
 import sys
 import textwrap
 import warnings
+from argparse import Action, ArgumentParser, BooleanOptionalAction, Namespace
+from collections import Counter
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, NoReturn, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, NamedTuple, NoReturn, Sequence
 
 import fact_nb
 from .claims import LEDGER
 from .experiment import Experiment, UsageError, catalogue, collector_off, find
 from .experiment import module_of, registry, require
-from .store import Result, Store, name_of_device, ready, repository_results, results_dir
 from .needs import Need, Rates, in_time, in_words
-from .workers import Workers, WorkPlan, carry_out, device_for, is_memory_error, plan_run
-from .workers import why_on_cpu
+from .store import Result, Store, name_of_device, ready, repository_results, results_dir
+from .workers import UnitLog, Workers, WorkPlan, carry_out, device_for, is_memory_error
+from .workers import plan_run, why_on_cpu
+
+# %% ../../nbs/lab/09_cli.ipynb #8134e672
+if TYPE_CHECKING:
+    from fact_nb.lab.doctor import Check
 
 # %% ../../nbs/lab/09_cli.ipynb #64ac4019
 PRESETS = dict(quick="seconds", cpu="as close to the paper as two cores reach",
                paper="the paper's own settings")
 
+# %% ../../nbs/lab/09_cli.ipynb #79f5c297
+def _require_among(kind: str, name: str, known: Iterable[str]) -> None:
+    "Refuse a name that is not known, and list those that are."
+    known = list(known)
+    require(name in known, f"unknown {kind} {name!r}; there are: {', '.join(known)}")
+
 # %% ../../nbs/lab/09_cli.ipynb #d8c4a9c0
-def cmd_list(args: argparse.Namespace) -> None:
+def cmd_list(args: Namespace) -> None:
     "Experiments, presets, and what is stored."
     store = Store(args.results)
     print(f"{'experiment':18} {'stored':22} what it shows")
     for name, title in catalogue().items():
         print(f"{name:18} {', '.join(store.labels(name)) or '–':22} {title}")
-    print("\npresets: " + ", ".join(f"{name} ({size})" for name, size in PRESETS.items()))
-    print("next: fact run NAME [--preset cpu], then fact report")
+    sizes = ", ".join(f"{name} ({size})" for name, size in PRESETS.items())
+    print(f"\npresets: {sizes}\nnext: fact run NAME [--preset cpu], then fact report")
+
+# %% ../../nbs/lab/09_cli.ipynb #36c299b0
+def _wrapped(head: str, text: str, columns: int) -> str:
+    "Text behind a head, its further lines below its own beginning."
+    room = max(columns, len(head) + 20)
+    filled = textwrap.fill(head.replace(" ", "\0") + text, room,
+                           subsequent_indent=" " * len(head), break_on_hyphens=False)
+    return filled.replace("\0", " ")
 
 # %% ../../nbs/lab/09_cli.ipynb #5fc6d34a
 def _verdict_line(id: str, verdict: str, text: str) -> str:
     "A verdict in aligned columns."
     head = f"  {id:26} {verdict:19} "
     if not sys.stdout.isatty(): return (head + text).rstrip()
-    room = max(shutil.get_terminal_size().columns, len(head) + 20)
-    filled = textwrap.fill(head.replace(" ", "\0") + text, room,
-                           subsequent_indent=" " * len(head), break_on_hyphens=False)
-    return filled.replace("\0", " ").rstrip()
+    return _wrapped(head, text, shutil.get_terminal_size().columns).rstrip()
+
+# %% ../../nbs/lab/09_cli.ipynb #68cb4f94
+def _verdict_text(judged: Mapping[str, Any]) -> str:
+    "The value behind a verdict, its note and its marks."
+    from fact_nb.lab.marks import marks_in_words
+    note, marks = judged["note"], marks_in_words(judged["marks"])
+    said = [judged["ours"], note and f"[{note}]", marks and f"({marks})"]
+    return "  ".join(text for text in said if text)
 
 # %% ../../nbs/lab/09_cli.ipynb #059ace2e
 def _print_verdicts(exp: Experiment, result: Result) -> None:
-    "What a run says about each claim of its experiment."
-    from fact_nb.lab.marks import marks_in_words
+    "What a run says about each claim."
     from fact_nb.lab.scorecard import verdict_on
     for id in exp.judges:
-        j = verdict_on(exp, id, result)
-        marks = marks_in_words(j["marks"])
-        said = [j["ours"], f"[{j['note']}]" if j["note"] else "", f"({marks})" if marks else ""]
-        print(_verdict_line(id, j["verdict"], "  ".join(t for t in said if t)))
+        judged = verdict_on(exp, id, result)
+        print(_verdict_line(id, judged["verdict"], _verdict_text(judged)))
 
 # %% ../../nbs/lab/09_cli.ipynb #0544e581
 class Shown(NamedTuple):
     "What a run shows while it works."
     progress: bool # bars
-    log: Callable[[str], None] | None # is given one line for each finished unit
+    log: UnitLog | None
 
 # %% ../../nbs/lab/09_cli.ipynb #7f9bb672
 def _shown(quiet: bool) -> Shown:
@@ -78,25 +99,28 @@ def _shown(quiet: bool) -> Shown:
     return Shown(progress=bars, log=lambda line: print(f"  {line}", flush=True))
 
 # %% ../../nbs/lab/09_cli.ipynb #26943d7c
-def _run_one(plan: WorkPlan, args: argparse.Namespace) -> None:
+def _run_one(plan: WorkPlan, args: Namespace) -> None:
     "Run one experiment and print its verdicts."
-    show, exp = _shown(args.quiet), plan.exp
+    show = _shown(args.quiet)
     result = carry_out(plan, args.device, show.progress, show.log, _workers(args))
     if not plan.todo:
         print(f"  nothing to do: all {len(plan.units)} units are stored already;"
               " --no-resume runs them again")
-    _print_verdicts(exp, result)
-    print(f"  stored in {plan.store.whole_path(exp.name, result.label)}", flush=True)
+    _print_verdicts(plan.exp, result)
+    print(f"  stored in {plan.store.whole_path(plan.exp.name, result.label)}", flush=True)
+
+# %% ../../nbs/lab/09_cli.ipynb #5dfd74be
+def _gpu_name(args: Namespace) -> str | None: # None: any stored unit will do
+    "The GPU that a run is for, by its name."
+    if args.preset == "quick" or args.device == "cpu": return None
+    dev = device_for(args.device)
+    return None if dev.type == "cpu" else name_of_device(dev)
 
 # %% ../../nbs/lab/09_cli.ipynb #3483378f
-def _plan(exp: Experiment, args: argparse.Namespace) -> WorkPlan:
-    "Check the settings of one experiment; on a GPU only units that it made itself are reused."
-    seeds = [f"seeds={args.seeds}"] if args.seeds is not None else []
-    made_on = None
-    if args.preset != "quick" and args.device != "cpu":
-        dev = device_for(args.device)
-        made_on = None if dev.type == "cpu" else name_of_device(dev)
-    return plan_run(exp, args.preset, [*args.set, *seeds], args.results, args.resume, made_on)
+def _plan(exp: Experiment, args: Namespace) -> WorkPlan:
+    "Check the settings of one experiment."
+    changes = [*args.set, *([] if args.seeds is None else [f"seeds={args.seeds}"])]
+    return plan_run(exp, args.preset, changes, args.results, args.resume, _gpu_name(args))
 
 # %% ../../nbs/lab/09_cli.ipynb #3c980e33
 class Measured(NamedTuple):
@@ -116,51 +140,57 @@ def _measured(name: str) -> Measured: # as in --device
 # %% ../../nbs/lab/09_cli.ipynb #f07c10ca
 def _needs(plan: WorkPlan, on: Measured) -> list[Need]:
     "What the units that are not stored need here."
-    def need(unit: dict) -> Need:
-        why = why_on_cpu(plan.exp, plan.cfg, unit, on.device)
-        rates = on.host if why else on.rates
-        return plan.exp.needs(plan.cfg, rates, rates, [unit])[0]._replace(cpu_only=why)
-    return [need(u) for u in plan.todo]
+    return [_need(plan, unit, on) for unit in plan.todo]
+
+# %% ../../nbs/lab/09_cli.ipynb #f701d060
+def _need(plan: WorkPlan, unit: dict, on: Measured) -> Need:
+    "What one unit needs, here or on the CPU."
+    why = why_on_cpu(plan.exp, plan.cfg, unit, on.device)
+    rates = on.host if why else on.rates
+    return plan.exp.needs(plan.cfg, rates, rates, [unit])[0]._replace(cpu_only=why)
 
 # %% ../../nbs/lab/09_cli.ipynb #97825125
-def _print_needs(plan: WorkPlan, needs: list[Need], on: Measured) -> None:
+def _print_needs(needs: list[Need], on: Measured) -> None:
     "What a run needs, what stays on the CPU and why, and whether the memory is there."
     if not needs: return
     print(f"  on {on.device}: {in_words(needs)}")
-    for why in dict.fromkeys(n.cpu_only for n in needs if n.cpu_only):
-        count = sum(n.cpu_only == why for n in needs)
+    reasons = Counter(n.cpu_only for n in needs if n.cpu_only)
+    for why, count in reasons.items():
         print(f"  {count} of {len(needs)} units compute on the CPU: {why}")
+    _warn_of_memory(needs, on)
+    sys.stdout.flush()
+
+# %% ../../nbs/lab/09_cli.ipynb #c761dfd0
+def _warn_of_memory(needs: list[Need], on: Measured) -> None:
+    "Say so when the largest unit does not fit into the device."
     largest = max((n.bytes for n in needs if not n.cpu_only), default=0.)
     if largest > on.rates.memory:
         print(f"  warning: that is more than the {on.rates.memory / 1e9:.0f} GB of {on.device};"
               " a unit that does not fit is named, and the others are kept")
-    sys.stdout.flush()
 
 # %% ../../nbs/lab/09_cli.ipynb #1e4e947e
 LONG = 3600. # seconds
 
-def _agree(seconds: float, args: argparse.Namespace) -> None:
+def _agree(seconds: float, args: Namespace) -> None:
     "Ask before a long run; a UsageError when the answer is no, or when there is nobody to ask."
     if seconds <= LONG or args.yes: return
     long = f"this takes about {in_time(seconds)}"
     there = sys.stdin is not None and sys.stdin.isatty()
     require(there, f"{long}: add --yes to run it")
-    answer = input(f"  {long}: go on? [y/N] ")
-    require(answer.strip().lower() in ("y", "yes"),
-            "not run; --yes goes on without asking, --preset quick takes seconds")
+    agreed = input(f"  {long}: go on? [y/N] ").strip().lower() in ("y", "yes")
+    require(agreed, "not run; --yes goes on without asking, --preset quick takes seconds")
 
 # %% ../../nbs/lab/09_cli.ipynb #561d1474
-def _workers(args: argparse.Namespace) -> Workers:
+def _workers(args: Namespace) -> Workers:
     "Who does the units, as asked for."
     return Workers(args.engine, args.workers, args.scheduler)
 
 # %% ../../nbs/lab/09_cli.ipynb #ef357efa
-def cmd_run(args: argparse.Namespace) -> None:
+def cmd_run(args: Namespace) -> None:
     "Run one experiment, or all of them."
     if args.name != "all":
         module_of(args.name)
-    require(args.preset in PRESETS,
-            f"unknown preset {args.preset!r}; there are: {', '.join(PRESETS)}")
+    _require_among("preset", args.preset, PRESETS)
     _workers(args).check()
     found = list(registry().values()) if args.name == "all" else [find(args.name)]
     if args.preset != "quick":
@@ -168,47 +198,64 @@ def cmd_run(args: argparse.Namespace) -> None:
     _run_each(found, args)
 
 # %% ../../nbs/lab/09_cli.ipynb #5b3f83af
-def _say_first(found: Sequence[Experiment], args: argparse.Namespace) -> None:
+def _say_first(found: Sequence[Experiment], args: Namespace) -> None:
     "Print what each experiment needs, and ask once."
-    on, total = _measured(args.device), 0.
-    for exp in found:
-        plan = _plan(exp, args)
-        needs = _needs(plan, on)
-        print(f"{exp.name} --preset {args.preset}: "
-              f"{len(plan.todo)} of {len(plan.units)} units to do")
-        _print_needs(plan, needs, on)
-        total += sum(n.seconds for n in needs)
-    _agree(total, args)
+    on = _measured(args.device)
+    _agree(sum(_said_first(exp, args, on) for exp in found), args)
+
+# %% ../../nbs/lab/09_cli.ipynb #1f88a2e4
+def _said_first(exp: Experiment, args: Namespace, on: Measured) -> float: # seconds
+    "Print what one experiment needs."
+    plan = _plan(exp, args)
+    to_do = f"{len(plan.todo)} of {len(plan.units)} units to do"
+    needs = _needs(plan, on)
+    print(f"{exp.name} --preset {args.preset}: {to_do}")
+    _print_needs(needs, on)
+    return sum(n.seconds for n in needs)
 
 # %% ../../nbs/lab/09_cli.ipynb #5480b3c0
-def _run_each(found: Sequence[Experiment], args: argparse.Namespace) -> None:
+def _run_each(found: Sequence[Experiment], args: Namespace) -> None:
     "Run experiments one after the other."
-    failed = []
-    for exp in found:
-        print(f"{exp.name}: {exp.title}", flush=True)
-        try:
-            _run_one(_plan(exp, args), args)
-        except Exception as e:
-            if not args.keep_going: raise
-            failed.append(exp.name)
-            _say(f"{exp.name} failed: {_message(e) or f'{type(e).__name__}: {e}'}", 2)
+    failed = [exp.name for exp in found if not _went_well(exp, args)]
     require(not failed, f"{len(failed)} of {len(found)} failed: {', '.join(failed)};"
                         " what was finished is kept, and the same command continues")
+
+# %% ../../nbs/lab/09_cli.ipynb #5d102256
+def _went_well(exp: Experiment, args: Namespace) -> bool:
+    "Run one experiment; whether a failure ends the command is the user's to say."
+    print(f"{exp.name}: {exp.title}", flush=True)
+    try:
+        _run_one(_plan(exp, args), args)
+    except Exception as e:
+        if not args.keep_going: raise
+        _say(f"{exp.name} failed: {_message(e) or f'{type(e).__name__}: {e}'}", 2)
+        return False
+    return True
+
+# %% ../../nbs/lab/09_cli.ipynb #fee30973
+_START = "run an experiment first (fact run separation), or name the folder with --results"
+
+def _require_results(there: bool, complaint: str) -> None:
+    "Refuse a folder, and say how one gets results."
+    require(there, f"{complaint}: {_START}")
+
+# %% ../../nbs/lab/09_cli.ipynb #929142e8
+def _is_usual(given: str | None) -> bool:
+    "Was no folder named, in a clone, where results are to be expected?"
+    named = given or os.environ.get("FACT_RESULTS")
+    return not named and repository_results() is not None
 
 # %% ../../nbs/lab/09_cli.ipynb #dc47fc72
 def check_results(given: str | None) -> None:
     "Refuse a folder of results that is missing, or holds something else."
     root = results_dir(given)
-    named = given or os.environ.get("FACT_RESULTS")
-    start = "run an experiment first (fact run separation), or name the folder with --results"
-    require(root.is_dir() or not root.exists(), f"{root} is not a folder: {start}")
     if not root.exists():
-        usual = not named and repository_results() is not None
-        require(usual, f"there is no folder {root}: {start}")
+        _require_results(_is_usual(given), f"there is no folder {root}")
         return
+    _require_results(root.is_dir(), f"{root} is not a folder")
     inside = {p.name for p in root.iterdir() if not p.name.startswith(".")}
-    ours = bool(inside & {"bench", *catalogue()})
-    require(ours or not inside, f"{root} holds no results of any experiment: {start}")
+    ours = not inside or bool(inside & {"bench", *catalogue()})
+    _require_results(ours, f"{root} holds no results of any experiment")
 
 # %% ../../nbs/lab/09_cli.ipynb #febd3c01
 def _check_page(out: str) -> None:
@@ -222,7 +269,7 @@ def _check_page(out: str) -> None:
 
 # %% ../../nbs/lab/09_cli.ipynb #fc4b0db1
 @collector_off()
-def cmd_report(args: argparse.Namespace) -> None:
+def cmd_report(args: Namespace) -> None:
     "Print the scorecard and write the report."
     check_results(args.results)
     if not args.json:
@@ -235,15 +282,19 @@ def cmd_report(args: argparse.Namespace) -> None:
         print(json.dumps(rows, ensure_ascii=False, indent=1))
         return
     print(as_text(rows), flush=True)
+    _write_all(args, experiments=experiments, runs=runs, rows=rows)
+
+# %% ../../nbs/lab/09_cli.ipynb #7fbecfc6
+def _write_all(args: Namespace, **known: Any) -> None: # experiments, runs, rows
+    "Write the page, and the archive if one was asked for."
     from fact_nb.lab.report import write_report
-    page = write_report(args.out, args.results, experiments=experiments, runs=runs, rows=rows)
-    print(f"\nreport: {page}")
+    print(f"\nreport: {write_report(args.out, args.results, **known)}")
     if args.archive:
         from fact_nb.lab.merge import write_archive
-        print(f"archive: {write_archive(args.archive, args.results, rows)}")
+        print(f"archive: {write_archive(args.archive, args.results, known['rows'])}")
 
 # %% ../../nbs/lab/09_cli.ipynb #213a9203
-def cmd_check(args: argparse.Namespace) -> None:
+def cmd_check(args: Namespace) -> None:
     "Show a claim, and run the smallest unit behind it again."
     from fact_nb.lab.check import check_unit, checked_in_words, claim_in_words, claim_named
     from fact_nb.lab.check import smallest_unit
@@ -257,7 +308,7 @@ def cmd_check(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 # %% ../../nbs/lab/09_cli.ipynb #e85df44a
-def cmd_doctor(args: argparse.Namespace) -> None:
+def cmd_doctor(args: Namespace) -> None:
     "Say what this machine is, check its numbers, and estimate every preset."
     from fact_nb.lab.doctor import cost_lines, machine_facts, preset_costs, self_check
     on = _measured(args.device)
@@ -265,19 +316,22 @@ def cmd_doctor(args: argparse.Namespace) -> None:
         print(f"{name:10} {value}", flush=True)
     checks = list(self_check(on.device))
     wrong = [c for c in checks if not c.ok]
-    took = sum(c.seconds for c in checks)
-    print(f"\nself-check against float64 on the host: {len(checks) - len(wrong)} of {len(checks)} "
-          f"agree, {took:.0f} s")
-    for c in wrong or sorted(checks, key=lambda c: -c.error / c.bound)[:3]:
-        print(f"  {c.name:32} relative error {c.error:.1e}, at most {c.bound:.0e}")
-    estimated = preset_costs(registry(), on.rates, on.host)
-    print(f"\nestimated on {on.device}:")
-    print("\n".join(cost_lines(estimated, on.rates.memory)))
+    _print_checks(checks, wrong)
+    costs = preset_costs(registry(), on.rates, on.host)
+    print(f"\nestimated on {on.device}:", *cost_lines(costs, on.rates.memory), sep="\n")
     require(not wrong, f"{len(wrong)} of {len(checks)} checks failed on {on.device}: "
                        "results of this device cannot be trusted; use --device cpu")
 
+# %% ../../nbs/lab/09_cli.ipynb #ffd92370
+def _print_checks(checks: "Sequence[Check]", wrong: "Sequence[Check]") -> None:
+    "How many checks agree, and those that do not."
+    agree, took = len(checks) - len(wrong), sum(c.seconds for c in checks)
+    print(f"\nself-check against float64 on the host: {agree} of {len(checks)} agree, {took:.0f} s")
+    for c in wrong or sorted(checks, key=lambda c: -c.error / c.bound)[:3]:
+        print(f"  {c.name:32} relative error {c.error:.1e}, at most {c.bound:.0e}")
+
 # %% ../../nbs/lab/09_cli.ipynb #c4059ebf
-def cmd_merge(args: argparse.Namespace) -> None:
+def cmd_merge(args: Namespace) -> None:
     "Check an archive of results and add what it brings."
     from fact_nb.lab.merge import merge_archive
     merged = merge_archive(args.archive, args.results)
@@ -285,14 +339,13 @@ def cmd_merge(args: argparse.Namespace) -> None:
         print(line)
 
 # %% ../../nbs/lab/09_cli.ipynb #36a15f6a
-def cmd_data(args: argparse.Namespace) -> None:
+def cmd_data(args: Namespace) -> None:
     "Make sure a data set is at hand."
     from fact_nb.data.cache import DATASETS, fetch
     if args.name is None:
         print("data sets: " + ", ".join(DATASETS))
         return
-    require(args.name in DATASETS,
-            f"unknown data set {args.name!r}; there are: {', '.join(DATASETS)}")
+    _require_among("data set", args.name, DATASETS)
     print(fetch(args.name))
 
 # %% ../../nbs/lab/09_cli.ipynb #a30f9d53
@@ -302,25 +355,24 @@ def _suites() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules([str(folder)]))
 
 # %% ../../nbs/lab/09_cli.ipynb #d1acc8e5
-def cmd_bench(args: argparse.Namespace) -> None:
+def cmd_bench(args: Namespace) -> None:
     "Run benchmarks and print their ratios."
-    known = _suites()
-    require(args.name is None or args.name in known,
-            f"unknown benchmark {args.name!r}; there are: {', '.join(known)}")
+    if args.name is not None:
+        _require_among("benchmark", args.name, _suites())
     from fact_nb.lab.benchmark import bench_text, run_suite
-    for n in known if args.name is None else [args.name]:
-        rows = run_suite(n, args.rounds, args.quick, args.results)
-        print(f"{n}\n{bench_text(rows)}\n", flush=True)
+    for name in [args.name] if args.name else _suites():
+        rows = run_suite(name, args.rounds, args.quick, args.results)
+        print(f"{name}\n{bench_text(rows)}\n", flush=True)
 
 # %% ../../nbs/lab/09_cli.ipynb #8a3dd275
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     "A parser whose errors are one line, and which can be asked for its options."
     def __init__(self, *args: Any, **kw: Any) -> None:
-        self.arguments: list[argparse.Action] = []
+        self.arguments: list[Action] = []
         self.commands: dict[str, _Parser] = {}
         super().__init__(*args, **kw)
 
-    def add_argument(self, *args: Any, **kw: Any) -> argparse.Action:
+    def add_argument(self, *args: Any, **kw: Any) -> Action:
         "Add an argument, and remember it for completion."
         action = super().add_argument(*args, **kw)
         self.arguments.append(action)
@@ -331,61 +383,65 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 # %% ../../nbs/lab/09_cli.ipynb #79d8c985
-def cmd_completion(args: argparse.Namespace) -> None:
+def cmd_completion(args: Namespace) -> None:
     "Print a script for a shell."
     print(completion(args.shell))
 
 # %% ../../nbs/lab/09_cli.ipynb #35af2d36
 class Command(NamedTuple):
     "What `fact NAME` does."
-    carry_out: Callable[[argparse.Namespace], None] # given the parsed arguments
+    carry_out: Callable[[Namespace], None] # given the parsed arguments
     help: str # one line
 
 # %% ../../nbs/lab/09_cli.ipynb #90b9426b
-COMMANDS = {"list": Command(cmd_list, "list the experiments and what is stored of each"),
-            "run": Command(cmd_run, "run an experiment and judge its claims"),
-            "check": Command(cmd_check, "show a claim and run the smallest unit behind it again"),
-            "report": Command(cmd_report, "print the scorecard and write the report"),
-            "doctor": Command(cmd_doctor, "check this machine and say what each preset costs"),
-            "merge": Command(cmd_merge, "check results that were sent, and add them"),
-            "data": Command(cmd_data, "make sure a data set is at hand"),
-            "bench": Command(cmd_bench, "measure speed as ratios within one run"),
-            "completion": Command(cmd_completion, "print a script for completion at the Tab key")}
+COMMANDS = {
+    "list": Command(cmd_list, "list the experiments and what is stored of each"),
+    "run": Command(cmd_run, "run an experiment and judge its claims"),
+    "check": Command(cmd_check, "show a claim and run the smallest unit behind it again"),
+    "report": Command(cmd_report, "print the scorecard and write the report"),
+    "doctor": Command(cmd_doctor, "check this machine and say what each preset costs"),
+    "merge": Command(cmd_merge, "check results that were sent, and add them"),
+    "data": Command(cmd_data, "make sure a data set is at hand"),
+    "bench": Command(cmd_bench, "measure speed as ratios within one run"),
+    "completion": Command(cmd_completion, "print a script for completion at the Tab key")}
 
-# %% ../../nbs/lab/09_cli.ipynb #52cfae09
-def parser() -> _Parser:
-    "The parser of the whole command line."
+# %% ../../nbs/lab/09_cli.ipynb #72c62861
+def _empty_parser() -> _Parser:
+    "The parser before it knows any command."
     about = "Run, judge and report the experiments of The Features at Convergence Theorem."
     p = _Parser(prog="fact", description=about,
                 epilog="a first session: fact list; fact run separation; fact report")
     p.add_argument("--version", action="version", version=f"fact_nb {fact_nb.__version__}")
+    return p
+
+# %% ../../nbs/lab/09_cli.ipynb #52cfae09
+def parser() -> _Parser:
+    "The parser of the whole command line."
+    p = _empty_parser()
     sub = p.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (func, help) in COMMANDS.items():
         s = sub.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
         s.set_defaults(func=func)
         p.commands[name] = s
-    for name in ("list", "run", "report", "merge", "data", "bench"):
-        _results_option(p.commands[name])
-    _run_options(p.commands["run"])
-    _worker_options(p.commands["run"])
-    _other_options(p.commands)
+        for add in _OPTIONS.get(name, ()):
+            add(s)
     return p
 
 # %% ../../nbs/lab/09_cli.ipynb #e458fa10
-def _results_option(s: argparse.ArgumentParser) -> None:
+def _results_option(s: ArgumentParser) -> None:
     "Where results lie."
     s.add_argument("--results", metavar="DIR",
                    help="folder of the results (default: $FACT_RESULTS, else ./results)")
 
 # %% ../../nbs/lab/09_cli.ipynb #e55fb42e
-def _device_option(s: argparse.ArgumentParser) -> None:
+def _device_option(s: ArgumentParser) -> None:
     "Where to compute."
     s.add_argument("--device", default="auto", metavar="auto|cpu|cuda|mps",
                    help="where to compute; cuda:N for one of several (default: auto)")
 
 # %% ../../nbs/lab/09_cli.ipynb #2fd6a9c0
-def _run_options(s: argparse.ArgumentParser) -> None:
-    "Options of `fact run`."
+def _setting_options(s: ArgumentParser) -> None:
+    "What `fact run` runs, and with which settings."
     s.add_argument("name", metavar="NAME", help="an experiment from `fact list`, or all")
     s.add_argument("--preset", default="quick", metavar="quick|cpu|paper",
                    help="how large (default: quick)")
@@ -393,8 +449,11 @@ def _run_options(s: argparse.ArgumentParser) -> None:
                    help="change one setting; may be repeated. "
                         "The run is stored apart from the preset's own")
     s.add_argument("--seeds", metavar="N", help="the same as --set seeds=N")
-    _device_option(s)
-    s.add_argument("--resume", action=argparse.BooleanOptionalAction, default=None,
+
+# %% ../../nbs/lab/09_cli.ipynb #7d7a8300
+def _manner_options(s: ArgumentParser) -> None:
+    "How `fact run` goes about it."
+    s.add_argument("--resume", action=BooleanOptionalAction, default=None,
                    help="use units that are stored already (default: yes, except for quick)")
     s.add_argument("--yes", action="store_true", help="do not ask before more than an hour")
     s.add_argument("--keep-going", action="store_true",
@@ -403,7 +462,7 @@ def _run_options(s: argparse.ArgumentParser) -> None:
                    help="no progress bars, and no line for each finished unit")
 
 # %% ../../nbs/lab/09_cli.ipynb #0901bdee
-def _worker_options(s: argparse.ArgumentParser) -> None:
+def _worker_options(s: ArgumentParser) -> None:
     "Who does the units of `fact run`."
     s.add_argument("--engine", default="local", metavar="local|dask",
                    help="processes of this machine, or a Dask cluster (default: local)")
@@ -412,42 +471,62 @@ def _worker_options(s: argparse.ArgumentParser) -> None:
     s.add_argument("--scheduler", metavar="ADDRESS",
                    help="of the Dask cluster, tcp://host:8786; without it one is started here")
 
+# %% ../../nbs/lab/09_cli.ipynb #2d24a217
+def _report_options(s: ArgumentParser) -> None:
+    "What `fact report` writes, and where."
+    s.add_argument("--archive", metavar="FILE",
+                   help="also pack the finished results into a .tar.gz, to be sent")
+    s.add_argument("--json", action="store_true",
+                   help="print the scorecard as JSON and write no page")
+    s.add_argument("--out", default="report/index.html", metavar="FILE",
+                   help="where the page goes (default: report/index.html)")
+
+# %% ../../nbs/lab/09_cli.ipynb #f855a52f
+def _bench_options(s: ArgumentParser) -> None:
+    "Which benchmarks, and how thoroughly."
+    s.add_argument("name", nargs="?", metavar="NAME", help="a suite; without it, all of them")
+    s.add_argument("--rounds", type=int, default=7, metavar="N",
+                   help="how often each pair is run (default: 7)")
+    s.add_argument("--quick", action="store_true",
+                   help="small sizes, to see that it works; nothing is stored")
+
+# %% ../../nbs/lab/09_cli.ipynb #9f348e93
+def _archive_argument(s: ArgumentParser) -> None:
+    s.add_argument("archive", metavar="ARCHIVE", help="a file that `fact report --archive` wrote")
+
+def _claim_argument(s: ArgumentParser) -> None:
+    s.add_argument("claim", metavar="CLAIM", help="the id of a claim")
+
+# %% ../../nbs/lab/09_cli.ipynb #d9fa4193
+def _data_argument(s: ArgumentParser) -> None:
+    s.add_argument("name", nargs="?", metavar="NAME",
+                   help="mnist, cifar10 or uci; without it, the names are listed")
+
+def _shell_argument(s: ArgumentParser) -> None:
+    s.add_argument("shell", choices=list(SHELLS), metavar="|".join(SHELLS), help="which shell")
+
 # %% ../../nbs/lab/09_cli.ipynb #21330b06
-def _other_options(commands: Mapping[str, _Parser]) -> None:
-    "Options of the other commands."
-    report, data, bench = (commands[name] for name in ("report", "data", "bench"))
-    _device_option(commands["doctor"])
-    commands["merge"].add_argument("archive", metavar="ARCHIVE",
-                                   help="a file that `fact report --archive` wrote")
-    report.add_argument("--archive", metavar="FILE",
-                        help="also pack the finished results into a .tar.gz, to be sent")
-    report.add_argument("--json", action="store_true",
-                        help="print the scorecard as JSON and write no page")
-    report.add_argument("--out", default="report/index.html", metavar="FILE",
-                        help="where the page goes (default: report/index.html)")
-    commands["check"].add_argument("claim", metavar="CLAIM", help="the id of a claim")
-    data.add_argument("name", nargs="?", metavar="NAME",
-                      help="mnist, cifar10 or uci; without it, the names are listed")
-    bench.add_argument("name", nargs="?", metavar="NAME", help="a suite; without it, all of them")
-    bench.add_argument("--rounds", type=int, default=7, metavar="N",
-                       help="how often each pair is run (default: 7)")
-    bench.add_argument("--quick", action="store_true",
-                       help="small sizes, to see that it works; nothing is stored")
-    shell = commands["completion"]
-    shell.add_argument("shell", choices=list(SHELLS), metavar="|".join(SHELLS), help="which shell")
+_OPTIONS: dict[str, tuple[Callable[[ArgumentParser], None], ...]] = {
+    "list": (_results_option,),
+    "run": (_results_option, _setting_options, _device_option, _manner_options, _worker_options),
+    "check": (_claim_argument,),
+    "report": (_results_option, _report_options),
+    "doctor": (_device_option,),
+    "merge": (_results_option, _archive_argument),
+    "data": (_results_option, _data_argument),
+    "bench": (_results_option, _bench_options),
+    "completion": (_shell_argument,)}
 
 # %% ../../nbs/lab/09_cli.ipynb #fe9b05ae
 def _names(command: str) -> list[str]:
     "What the NAME of a command can be."
-    if command == "run": return [*catalogue(), "all"]
-    if command == "bench": return _suites()
-    if command == "check": return list(LEDGER)
-    if command != "data": return []
     from fact_nb.data.cache import DATASETS
-    return list(DATASETS)
+    known: dict[str, Iterable[str]] = dict(
+        run=[*catalogue(), "all"], bench=_suites(), check=LEDGER, data=DATASETS)
+    return list(known.get(command, []))
 
 # %% ../../nbs/lab/09_cli.ipynb #ce8d5aee
-def _values(action: argparse.Action) -> list[str]:
+def _values(action: Action) -> list[str]:
     "What an option can be set to, where that is known: its metavar lists it."
     shown = action.metavar if isinstance(action.metavar, str) else ""
     return shown.split("|") if "|" in shown else []
@@ -456,12 +535,10 @@ def _values(action: argparse.Action) -> list[str]:
 class Words(NamedTuple):
     "What can follow a command."
     arguments: list[str] # names and words
-    options: list[argparse.Action] # with their help
+    options: list[Action] # with their help
 
 # %% ../../nbs/lab/09_cli.ipynb #292f4796
-def _words(command: str, # as in `fact COMMAND`
-           p: _Parser, # its own parser
-          ) -> Words:
+def _words(command: str, p: _Parser) -> Words: # p: the command's own parser
     "What can follow a command."
     options = [a for a in p.arguments if a.option_strings]
     named = [w for a in p.arguments if not a.option_strings for w in _values(a)]
@@ -481,22 +558,24 @@ BASH = """_fact() {{
 }}
 complete -o default -F _fact fact"""
 
-# %% ../../nbs/lab/09_cli.ipynb #c183019b
-def _case(key: str, words: Iterable[str]) -> str:
-    "A line of a case statement of bash."
-    return f'        {key}) words="{" ".join(words)}" ;;'
+# %% ../../nbs/lab/09_cli.ipynb #ffda23ab
+def _cases(words: Mapping[str, Iterable[str]]) -> str:
+    "Lines of a case statement of bash: what can follow a word."
+    return "\n".join(f'        {key}) words="{" ".join(w)}" ;;' for key, w in words.items())
 
 # %% ../../nbs/lab/09_cli.ipynb #6e1d126e
 def _bash() -> str:
     "Completion for bash: one function."
-    commands = parser().commands
-    words = {name: _words(name, p) for name, p in commands.items()}
-    options = [a for w in words.values() for a in w.options if a.nargs != 0]
-    takes = {a.option_strings[-1]: _values(a) for a in options}
-    after = lambda w: [*w.arguments, *(o for a in w.options for o in a.option_strings)]
-    return BASH.format(all=" ".join(commands),
-                       values="\n".join(_case(k, v) for k, v in takes.items()),
-                       commands="\n".join(_case(k, after(w)) for k, w in words.items()))
+    words = {name: _words(name, p) for name, p in parser().commands.items()}
+    options = [a for w in words.values() for a in w.options]
+    values = {a.option_strings[-1]: _values(a) for a in options if a.nargs != 0}
+    after = {name: _all_words(w) for name, w in words.items()}
+    return BASH.format(all=" ".join(words), values=_cases(values), commands=_cases(after))
+
+# %% ../../nbs/lab/09_cli.ipynb #31fcdcf6
+def _all_words(w: Words) -> list[str]:
+    "Arguments and options of a command in one list."
+    return [*w.arguments, *(o for a in w.options for o in a.option_strings)]
 
 # %% ../../nbs/lab/09_cli.ipynb #4c502975
 def _zsh() -> str:
@@ -508,27 +587,31 @@ def _zsh() -> str:
 def _quoted(text: str) -> str: return "'" + text.replace("'", "\\'") + "'"
 
 # %% ../../nbs/lab/09_cli.ipynb #96db6550
-def _fish_option(a: argparse.Action) -> list[str]:
+def _fish_option(a: Action) -> list[str]:
     "The end of a line of fish for each long name of an option."
     names = [o.removeprefix("--") for o in a.option_strings if o.startswith("--")]
     return [f"-l {name}{_fish_value(a)} -d {_quoted(a.help or '')}" for name in names]
 
 # %% ../../nbs/lab/09_cli.ipynb #7a9cecc4
-def _fish_value(a: argparse.Action) -> str:
+def _fish_value(a: Action) -> str:
     "What fish offers behind an option: its values, files, or nothing."
     if _values(a): return f" -x -a '{' '.join(_values(a))}'"
     return "" if a.nargs == 0 else " -r -F"
+
+# %% ../../nbs/lab/09_cli.ipynb #c382215f
+def _fish_lines(name: str, words: Words) -> list[str]:
+    "What fish is told about one command: that it is one, its words, its options."
+    ends = [f"-a '{' '.join(words.arguments)}'"] if words.arguments else []
+    ends += [end for a in words.options for end in _fish_option(a)]
+    command = f"-n __fish_use_subcommand -a {name} -d {_quoted(COMMANDS[name].help)}"
+    return [command, *(f"-n '__fish_seen_subcommand_from {name}' {end}" for end in ends)]
 
 # %% ../../nbs/lab/09_cli.ipynb #24bf0d4c
 def _fish() -> str:
     "Completion for fish: one line for each thing to say."
     lines = ["-f"]
     for name, p in parser().commands.items():
-        words = _words(name, p)
-        lines.append(f"-n __fish_use_subcommand -a {name} -d {_quoted(COMMANDS[name].help)}")
-        ends = [f"-a '{' '.join(words.arguments)}'"] if words.arguments else []
-        ends += [end for a in words.options for end in _fish_option(a)]
-        lines += [f"-n '__fish_seen_subcommand_from {name}' {end}" for end in ends]
+        lines += _fish_lines(name, _words(name, p))
     return "\n".join(f"complete -c fact {line}" for line in lines)
 
 # %% ../../nbs/lab/09_cli.ipynb #76efb10a
@@ -541,15 +624,21 @@ def completion(shell: str) -> str: # bash, zsh or fish
 # %% ../../nbs/lab/09_cli.ipynb #2b80cf34
 def _message(e: Exception) -> str | None: # None: a fault of ours
     "What to tell the user about an error."
-    if isinstance(e, UsageError): return str(e)
+    if isinstance(e, UsageError) or _is_missing_data(e): return str(e)
     if is_memory_error(e): return "there is not enough memory: choose smaller settings"
-    cache = sys.modules.get("fact_nb.data.cache")    # not imported: then it raised nothing
-    if cache is not None and isinstance(e, cache.DataUnavailable): return str(e)
     if not isinstance(e, OSError): return None
     return ": ".join(str(t) for t in (e.filename, e.strerror or e) if t)
 
+# %% ../../nbs/lab/09_cli.ipynb #6e343826
+def _is_missing_data(e: Exception) -> bool:
+    "Is a data set not at hand? A module that was never imported raised nothing."
+    cache = sys.modules.get("fact_nb.data.cache")
+    return cache is not None and isinstance(e, cache.DataUnavailable)
+
 # %% ../../nbs/lab/09_cli.ipynb #6b0f0b04
-def _done(args: argparse.Namespace) -> int: # exit code
+_STOPPED = "stopped; every finished unit is kept: the same command with --resume continues"
+
+def _done(args: Namespace) -> int: # exit code
     "Carry out a command."
     try:
         args.func(args)
@@ -557,8 +646,7 @@ def _done(args: argparse.Namespace) -> int: # exit code
             sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
-        kept = "every finished unit is kept: the same command with --resume continues"
-        return _say(f"stopped; {kept}", 130)
+        return _say(_STOPPED, 130)
     except BrokenPipeError:
         return _closed_pipe()
     except Exception as e:

@@ -21,6 +21,9 @@ COST_GROUPS: dict[str, tuple[str, ...]] = dict(
     tables=("tabular",), separation=("separation",), arithmetic=("grokking", "similarity"),
     parity=("parity", "phase_transition"), deep_linear=("deep_linear",), mlps=("depth", "epochs"))
 
+# %% ../../nbs/lab/22_cost.ipynb #e71b9dad
+_Runs = Mapping[str, Result | None] # by experiment; None: not run
+
 # %% ../../nbs/lab/22_cost.ipynb #8adfeb3a
 def bounds() -> dict[str, float]: # by group
     "The paper's GPU-hours, each an upper bound."
@@ -44,15 +47,19 @@ class Spent(NamedTuple):
 def _on_gpu(made: Mapping[str, Any]) -> bool: # provenance of a unit
     return made.get("device", "cpu") != "cpu"
 
+# %% ../../nbs/lab/22_cost.ipynb #6ffd9b7e
+def _of_unit(made: Mapping[str, Any]) -> Spent: # made: provenance of a unit
+    "What one unit cost."
+    hours = made["seconds"] / 3600
+    if not _on_gpu(made): return Spent(0., hours)
+    return Spent(hours, 0., (made.get("device_name", made["device"]),))
+
 # %% ../../nbs/lab/22_cost.ipynb #399c219b
-def spent(r: Result | None) -> Spent | None: # None: no run for which a GPU was asked
-    "GPU-hours of a run, from the provenance of its units."
+def spent(r: Result | None) -> Spent | None: # None: no GPU was asked for
+    "GPU-hours of a run, from its units."
     made = [u.provenance for u in r.units] if r else []
     if not made or not all(_on_gpu(m) or m.get("cpu_only") for m in made): return None
-    card = lambda m: (m.get("device_name", m["device"]),)
-    each = (Spent(m["seconds"] / 3600, 0., card(m)) if _on_gpu(m)
-            else Spent(0., m["seconds"] / 3600) for m in made)
-    return sum(each, Spent())
+    return sum(map(_of_unit, made), Spent())
 
 # %% ../../nbs/lab/22_cost.ipynb #08900880
 class Line(NamedTuple):
@@ -72,32 +79,34 @@ class Line(NamedTuple):
         host = f", {self.spent.host:.2g} of them on the CPU" if self.spent.host else ""
         return f"{self.group} {self.spent.hours:.2g} of < {self.bound:g} h{host}"
 
+# %% ../../nbs/lab/22_cost.ipynb #41d778e4
+def _line_of(group: str, results: _Runs) -> Line:
+    "One line of the table."
+    found = {n: spent(results.get(n)) for n in COST_GROUPS[group]}
+    total = sum((s for s in found.values() if s), Spent())
+    return Line(group, bounds()[group], total, tuple(n for n, s in found.items() if s is None))
+
 # %% ../../nbs/lab/22_cost.ipynb #0b07cebf
-def gpu_hours(results: Mapping[str, Result | None]) -> list[Line]: # results by experiment
+def gpu_hours(results: _Runs) -> list[Line]:
     "GPU-hours by the lines of the paper's table."
-    def line(group: str, names: Sequence[str]) -> Line:
-        found = {n: spent(results.get(n)) for n in names}
-        total = sum((s for s in found.values() if s), Spent())
-        return Line(group, bounds()[group], total, tuple(n for n, s in found.items() if s is None))
-    return [line(group, names) for group, names in COST_GROUPS.items()]
+    return [_line_of(group, results) for group in COST_GROUPS]
 
 # %% ../../nbs/lab/22_cost.ipynb #205d7ff5
 CARD = "A40" # the paper's
 
-def counted(results: Mapping[str, Result | None]) -> list[str]: # experiment/label
+def counted(results: _Runs) -> list[str]: # experiment/label
     "The runs that count: a GPU was asked for."
     return [f"{n}/{r.label}" for n, r in results.items() if r is not None and spent(r) is not None]
 
 # %% ../../nbs/lab/22_cost.ipynb #1215f99f
-def _differently(results: Mapping[str, Result | None], lines: Sequence[Line]) -> str:
-    "What is not as in the paper, in words; empty when nothing is."
-    others = [c for c in _cards(lines) if CARD not in c]
-    small = [name for name in counted(results) if not name.endswith("/paper")]
-    missing = [n for line in lines for n in line.open]
-    said = [(f"on {', '.join(others)}, not an {CARD}", others),
-            (f"smaller presets: {', '.join(small)}", small),
-            (f"still to run: {', '.join(missing)}", missing)]
-    return "; ".join(words for words, there in said if there)
+def _differently(results: _Runs, lines: Sequence[Line]) -> str: # empty when nothing is
+    "What is not as in the paper, in words."
+    others = ", ".join(c for c in _cards(lines) if CARD not in c)
+    small = ", ".join(name for name in counted(results) if not name.endswith("/paper"))
+    missing = ", ".join(n for line in lines for n in line.open)
+    said = (others and f"on {others}, not an {CARD}", small and f"smaller presets: {small}",
+            missing and f"still to run: {missing}")
+    return "; ".join(filter(None, said))
 
 # %% ../../nbs/lab/22_cost.ipynb #4f9b8079
 def _cards(lines: Sequence[Line]) -> tuple[str, ...]:
@@ -105,31 +114,33 @@ def _cards(lines: Sequence[Line]) -> tuple[str, ...]:
     return sum((line.spent for line in lines), Spent()).cards
 
 # %% ../../nbs/lab/22_cost.ipynb #85e7a33e
-def judge_cost(results: Mapping[str, Result | None], # by experiment
-              ) -> Judgement:
+def judge_cost(results: _Runs) -> Judgement:
     "GPU-hours of all runs against the paper's table."
     known = {n: results.get(n) for group in COST_GROUPS.values() for n in group}
     lines = gpu_hours(known)
     if not _cards(lines): return Judgement(NOT_RUN, "", "no unit was made on a GPU")
-    over = [line.group for line in lines if line.over]
+    over = ", ".join(line.group for line in lines if line.over)
     ours = "; ".join(str(line) for line in lines if line.begun)
-    change = _differently(known, lines)
-    note = f"at or over the bound: {', '.join(over)}" if over else ""
-    return judge(not over, ours, note, change)
+    note = f"at or over the bound: {over}" if over else ""
+    return judge(not over, ours, note, _differently(known, lines))
+
+# %% ../../nbs/lab/22_cost.ipynb #fcd0ace6
+def _paper_hours(exp: Experiment, rates: Rates) -> float:
+    "Hours of an experiment's paper preset."
+    needs = exp.needs(exp.preset("paper"), rates, REFERENCE)
+    return sum(n.seconds for n in needs) / 3600
 
 # %% ../../nbs/lab/22_cost.ipynb #4b8f1024
 A40 = Rates(CARD, 1.9e13, 5e11, 1e-5, 48e9)
 
-def estimated_hours(experiments: Mapping[str, Experiment], # by name
-                    rates: Rates = A40, # of the card
-                   ) -> dict[str, float]: # by group
+def estimated_hours(
+    experiments: Mapping[str, Experiment], # by name
+    rates: Rates = A40, # of the card
+) -> dict[str, float]: # by group
     "Hours of the paper presets, counted from their settings."
-    def hours(name: str) -> float:
-        exp = experiments[name]
-        needs = exp.needs(exp.preset("paper"), rates, REFERENCE)
-        return sum(n.seconds for n in needs) / 3600
-    there = {g: [n for n in names if n in experiments] for g, names in COST_GROUPS.items()}
-    return {g: sum(map(hours, names)) for g, names in there.items() if names}
+    there = {g: [experiments[n] for n in names if n in experiments]
+             for g, names in COST_GROUPS.items()}
+    return {g: sum(_paper_hours(e, rates) for e in found) for g, found in there.items() if found}
 
 # %% ../../nbs/lab/22_cost.ipynb #5bebcb5a
 def estimate_in_words(experiments: Mapping[str, Experiment]) -> str: # by name
@@ -140,5 +151,5 @@ def estimate_in_words(experiments: Mapping[str, Experiment]) -> str: # by name
     return f"estimated on an {CARD} from counted work: {each}"
 
 # %% ../../nbs/lab/22_cost.ipynb #b2e0f710
-Across = Callable[[Mapping[str, Result | None]], Judgement] # results by experiment
+Across = Callable[[_Runs], Judgement]
 ACROSS: dict[str, Across] = {COST: judge_cost} # claims that no experiment judges alone

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import fact_nb
 
-# %% ../../nbs/lab/18_crate.ipynb #58b0b8cf
+# %% ../../nbs/lab/18_crate.ipynb #97d6acf5
 PAPER_TITLE = "The Features at Convergence Theorem"
 
+def _has_rocrate() -> bool: return importlib.util.find_spec("rocrate") is not None
+
+# %% ../../nbs/lab/18_crate.ipynb #58b0b8cf
 def describe_crate(folder: Path) -> bool: # False where rocrate is not installed
     "Write the description of a folder beside its files."
-    if importlib.util.find_spec("rocrate") is None: return False
+    if not _has_rocrate(): return False
     from rocrate.rocrate import ROCrate
     crate = ROCrate(source=str(folder), init=True)
     crate.name = f"fact_nb {fact_nb.__version__}: results and verdicts"

@@ -30,21 +30,30 @@ from ..networks.models import cnn, mlp
 from ..networks.training import Recipe, train
 from ..runtime import dtype_for, seeded
 
+# %% ../../nbs/lab/16_doctor.ipynb #6919a925
+def _blas() -> str:
+    "What the host's linear algebra runs on."
+    from threadpoolctl import threadpool_info
+    pools = [i for i in threadpool_info() if i["user_api"] == "blas"]
+    names = {f"{i['internal_api']} {i.get('version') or ''}".strip() for i in pools}
+    return ", ".join(sorted(names)) or "torch's own"
+
+# %% ../../nbs/lab/16_doctor.ipynb #2c92dda7
+def _versions() -> str:
+    "Of this package, of torch, of Python, and the system."
+    return (f"fact_nb {fact_nb.__version__}, torch {torch.__version__}, "
+            f"Python {platform.python_version()}, {platform.system()}")
+
 # %% ../../nbs/lab/16_doctor.ipynb #cfbc4d96
 def machine_facts(dev: torch.device, rates: Rates) -> dict[str, str]: # name → value, in order
     "What this machine is, for a person."
-    from threadpoolctl import threadpool_info
-    blas = {f"{i['internal_api']} {i.get('version') or ''}".strip() for i in threadpool_info()
-            if i["user_api"] == "blas"}
-    wide = f"{rates.flops64 / 1e9:,.0f} GFLOP/s" if rates.flops64 else "none"
+    speed = lambda flops: f"{flops / 1e9:,.0f} GFLOP/s"
     return dict(
         device=f"{dev} ({name_of_device(dev)}), {rates.memory / 1e9:.0f} GB",
-        float32=f"{rates.flops / 1e9:,.0f} GFLOP/s", float64=wide,
+        float32=speed(rates.flops), float64=speed(rates.flops64) if rates.flops64 else "none",
         step=f"{rates.step * 1e6:.1f} µs a small operation", tf32=_tf32(),
         threads=f"{torch.get_num_threads()} of {os.cpu_count()} cores",
-        blas=", ".join(sorted(blas)) or "torch's own",
-        versions=f"fact_nb {fact_nb.__version__}, torch {torch.__version__}, "
-                 f"Python {platform.python_version()}, {platform.system()}")
+        blas=_blas(), versions=_versions())
 
 # %% ../../nbs/lab/16_doctor.ipynb #38c55389
 def _tf32() -> str:
@@ -58,7 +67,7 @@ class Check(NamedTuple):
     name: str # what was computed
     error: float # relative, against float64 on the host
     bound: float # up to which it counts as right
-    seconds: float # it took
+    seconds: float
 
     @property
     def ok(self) -> bool: return self.error <= self.bound # False for nan too
@@ -67,16 +76,16 @@ class Check(NamedTuple):
 Computed = Callable[[torch.device, torch.dtype], dict[str, Tensor]] # place, precision → results
 
 # %% ../../nbs/lab/16_doctor.ipynb #fac861d5
-def compare(group: str, # what is compared
-            compute: Computed,
-            dev: torch.device,
-            dtype: torch.dtype, # of the work on the device
-            bound: float, # of the relative error
-           ) -> Iterator[Check]:
+def compare(
+    group: str, # what is compared
+    compute: Computed,
+    dev: torch.device,
+    dtype: torch.dtype, # of the work on the device
+    bound: float, # of the relative error
+) -> Iterator[Check]:
     "Compute on the device and on the host, and compare what has the same name."
     start = time.perf_counter()
-    there = compute(dev, dtype)
-    host = compute(torch.device("cpu"), torch.float64)
+    there, host = compute(dev, dtype), compute(torch.device("cpu"), torch.float64)
     seconds = (time.perf_counter() - start) / len(host)
     for name, A in host.items():
         B = there[name].detach().cpu().double()
@@ -101,16 +110,21 @@ NETS: dict[str, Callable[[], nn.Module]] = dict(
     mlp=lambda: nn.Sequential(nn.Flatten(), mlp(192, 2, 16, 2)), cnn=lambda: cnn(2, (3, 4), 8))
 MEASURED = ("nfm", "fact", "agop", "enfa", "bnfm", "bfact", "bagop", "benfa")
 
+# %% ../../nbs/lab/16_doctor.ipynb #cdf5810e
+def _trained(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> nn.Module:
+    "A network after a few steps, where its images are."
+    net = _network(make, x.device, x.dtype)
+    recipe = Recipe(epochs=2, batch_size=8, lr=.01, weight_decay=1e-2)
+    train(net, F.mse_loss, x, y, recipe, progress=False)
+    return net
+
 # %% ../../nbs/lab/16_doctor.ipynb #cfabf5c5
 def _quantities(dev: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     "Every quantity of the first layer of two networks, after some training."
     x, y = _images(dev, dtype)
-    recipe = Recipe(epochs=2, batch_size=8, lr=.01, weight_decay=1e-2)
     found: dict[str, Tensor] = {}
     for kind, make in NETS.items():
-        net = _network(make, dev, dtype)
-        train(net, F.mse_loss, x, y, recipe, progress=False)
-        rep = measure(net, F.mse_loss, [(x, y)], 1e-2)
+        rep = measure(_trained(make, x, y), F.mse_loss, [(x, y)], 1e-2)
         layer = rep[rep.layers[0]]
         found |= {f"{q} of the {kind}": getattr(layer, q) for q in MEASURED}
     return found
@@ -131,21 +145,24 @@ def _kernel(name: str) -> Kernel:
 # %% ../../nbs/lab/16_doctor.ipynb #7db2450d
 def _kernels(dev: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     "Every kernel, and its coefficients."
-    x, _ = _points(dev, dtype)
-    found: dict[str, Tensor] = {}
+    x, found = _points(dev, dtype)[0], dict[str, Tensor]()
     for name in NAMES:
         K, C = _kernel(name).value_and_coef(x)
         found |= {name: K, f"coefficients of {name}": C}
     return found
 
+# %% ../../nbs/lab/16_doctor.ipynb #35da3692
+_Options = dict[str, dict[str, Any]] # by name
+_SOLVED: _Options = dict(cholesky={}, eigh={}, iterative=dict(tol=1e-6))
+_REFINED: _Options = {"float32 factor, refined": dict(method="cholesky", refine=True)}
+_UPDATED: _Options = dict(fact={}, plain=dict(geometric=False), nfa=dict(update="nfa"),
+                         stable=dict(update="stable", normalize=None))
+
 # %% ../../nbs/lab/16_doctor.ipynb #b106b58a
 def _solved(dev: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     "The answer of every solver, as predictions."
     x, y = _points(dev, dtype)
-    k = _kernel("gaussian")
-    ways: dict[str, dict[str, Any]] = dict(cholesky={}, eigh={}, iterative=dict(tol=1e-6))
-    if dtype == torch.float64:
-        ways["float32 factor, refined"] = dict(method="cholesky", refine=True)
+    k, ways = _kernel("gaussian"), _SOLVED | (_REFINED if dtype == torch.float64 else {})
     solve = lambda way, kw: solve_kernel(k, x, y, .1, **dict(method=way) | kw)
     return {way: k(x) @ solve(way, kw).alpha for way, kw in ways.items()}
 
@@ -153,11 +170,8 @@ def _solved(dev: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
 def _learned(dev: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     "Predictions of a machine after two updates, for every update."
     x, y = _points(dev, dtype)
-    kinds: dict[str, dict[str, Any]] = dict(
-        fact={}, plain=dict(geometric=False), nfa=dict(update="nfa"),
-        stable=dict(update="stable", normalize=None))
     make = lambda kw: RFM(_kernel("laplace"), iters=2, ridge=.1, progress=False, **kw)
-    return {name: make(kw).fit(x, y).predict(x) for name, kw in kinds.items()}
+    return {name: make(kw).fit(x, y).predict(x) for name, kw in _UPDATED.items()}
 
 # %% ../../nbs/lab/16_doctor.ipynb #a44bb81d
 def _matrices(dev: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -169,12 +183,12 @@ def _matrices(dev: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
 def self_check(dev: torch.device) -> Iterator[Check]:
     "Every quantity, kernel, solver and update on the device against float64 on the host."
     wide = dtype_for(dev)
-    loose = 1e-2 if wide == torch.float32 else 1e-8
+    by_precision = lambda narrow, double: narrow if wide == torch.float32 else double
     yield from compare("network", _quantities, dev, torch.float32, 1e-3)
-    yield from compare("matrix", _matrices, dev, wide, 1e-3 if wide == torch.float32 else 1e-8)
-    yield from compare("kernel", _kernels, dev, wide, 1e-3 if wide == torch.float32 else 1e-9)
-    yield from compare("solver", _solved, dev, wide, max(loose, 1e-5))
-    yield from compare("update", _learned, dev, wide, max(loose, 1e-6))
+    yield from compare("matrix", _matrices, dev, wide, by_precision(1e-3, 1e-8))
+    yield from compare("kernel", _kernels, dev, wide, by_precision(1e-3, 1e-9))
+    yield from compare("solver", _solved, dev, wide, by_precision(1e-2, 1e-5))
+    yield from compare("update", _learned, dev, wide, by_precision(1e-2, 1e-6))
 
 # %% ../../nbs/lab/16_doctor.ipynb #c9aeb175
 class Cost(NamedTuple):
@@ -185,31 +199,34 @@ class Cost(NamedTuple):
     bytes: float # at once
     on_cpu: float # share of the seconds that are the CPU's
 
+# %% ../../nbs/lab/16_doctor.ipynb #a1b1f7bf
+def _cost(exp: Experiment, preset: str, rates: Rates, host: Rates) -> Cost:
+    "What one preset would cost."
+    needs = exp.needs(exp.presets[preset], rates, host)
+    total = sum(n.seconds for n in needs)
+    cpu = sum(n.seconds for n in needs if n.cpu_only)
+    return Cost(exp.name, preset, total, max(n.bytes for n in needs), cpu / total)
+
 # %% ../../nbs/lab/16_doctor.ipynb #aa0e67f7
-def preset_costs(experiments: dict[str, Experiment], # by name
-                 rates: Rates, # of the device
-                 host: Rates, # of the CPU
-                ) -> list[Cost]:
+def preset_costs(
+    experiments: dict[str, Experiment], # by name
+    rates: Rates, # of the device
+    host: Rates, # of the CPU
+) -> list[Cost]:
     "What every preset of every experiment would cost."
-    found = []
-    for name, exp in experiments.items():
-        for preset, cfg in exp.presets.items():
-            needs = exp.needs(cfg, rates, host)
-            total = sum(n.seconds for n in needs)
-            cpu = sum(n.seconds for n in needs if n.cpu_only)
-            found.append(Cost(name, preset, total, max(n.bytes for n in needs), cpu / total))
-    return found
+    return [_cost(e, preset, rates, host) for e in experiments.values() for preset in e.presets]
+
+# %% ../../nbs/lab/16_doctor.ipynb #0361fcbf
+def _cost_line(name: str, row: list[Cost], memory: float) -> str:
+    "One experiment: the seconds of each preset, and the most bytes at once."
+    times = "".join(f"{in_time(c.seconds):>12}" for c in row)
+    most = max(c.bytes for c in row)
+    return f"{name:18}{times}{most / 1e9:>13.1f} GB{'' if most <= memory else '  does not fit'}"
 
 # %% ../../nbs/lab/16_doctor.ipynb #eb9af7ba
 def cost_lines(found: list[Cost], memory: float) -> list[str]: # of a table; memory in bytes
     "The costs as a table: a row an experiment, a column a preset."
     by = {(c.experiment, c.preset): c for c in found}
     names, presets = (list(dict.fromkeys(x)) for x in zip(*by))
-    lines = [f"{'':18}" + "".join(f"{p:>12}" for p in presets) + f"{'most at once':>16}"]
-    for name in names:
-        row = [by[name, p] for p in presets]
-        most = max(c.bytes for c in row)
-        fits = "" if most <= memory else "  does not fit"
-        lines.append(f"{name:18}" + "".join(f"{in_time(c.seconds):>12}" for c in row)
-                     + f"{most / 1e9:>13.1f} GB{fits}")
-    return lines
+    head = f"{'':18}" + "".join(f"{p:>12}" for p in presets) + f"{'most at once':>16}"
+    return [head, *(_cost_line(n, [by[n, p] for p in presets], memory) for n in names)]

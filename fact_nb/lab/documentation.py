@@ -39,15 +39,27 @@ class Home(NamedTuple):
     anchor: str # on that page
     file: str # of the package
 
+# %% ../../nbs/lab/20_documentation.ipynb #e756d33d
+@cache
+def _body_of(file: str) -> list[ast.stmt]:
+    "The statements of a file of the package; it is read, not imported."
+    path = Path(fact_nb.__file__).parent.parent / file
+    return ast.parse(path.read_text(encoding="utf-8")).body
+
 # %% ../../nbs/lab/20_documentation.ipynb #935b6042
 @cache
 def offered_by(file: str) -> frozenset[str]:
-    "What a file of the package lists in `__all__`; it is read, not imported."
-    path = Path(fact_nb.__file__).parent.parent / file
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    "What a file lists in `__all__`."
+    for node in _body_of(file):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return frozenset(ast.literal_eval(node.value))
     return frozenset()
+
+# %% ../../nbs/lab/20_documentation.ipynb #2a72ee1e
+def _has_entry(name: str, file: str) -> bool: # name inside its module: RFM.fit
+    "Is a name offered by its file, and is nothing of it private?"
+    top, *inner = name.split(".")
+    return top in offered_by(file) and not any(n.startswith("_") for n in inner)
 
 # %% ../../nbs/lab/20_documentation.ipynb #6990e4fb
 @cache
@@ -56,46 +68,50 @@ def places() -> dict[str, Home]: # full name → place
     found = {}
     for module, symbols in INDEX["syms"].items():
         for name, (address, file) in symbols.items():
-            top, *inner = name.removeprefix(module + ".").split(".")
-            if top not in offered_by(file) or any(n.startswith("_") for n in inner): continue
+            if not _has_entry(name.removeprefix(module + "."), file): continue
             page, _, anchor = address.partition("#")
             found[name] = Home(page, anchor, file)
     return found
+
+# %% ../../nbs/lab/20_documentation.ipynb #fc791bf3
+def _methods(node: ast.stmt) -> list[ast.FunctionDef]:
+    "The methods of a class; none of anything else."
+    if not isinstance(node, ast.ClassDef): return []
+    return [n for n in node.body if isinstance(n, ast.FunctionDef)]
 
 # %% ../../nbs/lab/20_documentation.ipynb #cd7aee75
 @cache
 def lines_of(file: str) -> dict[str, int]: # name, or Class.method → line
     "Where the definitions of a file of the package begin."
-    path = Path(fact_nb.__file__).parent.parent / file
     found = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in _body_of(file):
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)): continue
         found[node.name] = node.lineno
-        inner = node.body if isinstance(node, ast.ClassDef) else []
-        methods = [n for n in inner if isinstance(n, ast.FunctionDef)]
-        found |= {f"{node.name}.{n.name}": n.lineno for n in methods}
+        found |= {f"{node.name}.{n.name}": n.lineno for n in _methods(node)}
     return found
 
+# %% ../../nbs/lab/20_documentation.ipynb #e0cde078
+def _in_repository(file: str, line: int) -> str:
+    "The address of a line in the public repository."
+    settings = INDEX["settings"]
+    return f'{settings["git_url"]}/blob/{settings["branch"]}/{file}#L{line}'
+
 # %% ../../nbs/lab/20_documentation.ipynb #274c852e
-def source_url(full_name: str, # fact_nb.room.module.name
-              ) -> str:
+def source_url(full_name: str) -> str:
     "Address of the source of a public name; empty for a name that is not in the index."
     place = places().get(full_name)
     if place is None: return ""
-    settings, module = INDEX["settings"], place.file.removesuffix(".py").replace("/", ".")
+    module = place.file.removesuffix(".py").replace("/", ".")
     line = lines_of(place.file).get(full_name.removeprefix(module + "."), 1)
-    return f'{settings["git_url"]}/blob/{settings["branch"]}/{place.file}#L{line}'
+    return _in_repository(place.file, line)
 
 # %% ../../nbs/lab/20_documentation.ipynb #640531e9
-def source_of_function(f: Any, # of any package
-                      ) -> str:
+def source_of_function(f: Any) -> str:
     "Address of the source of a function of the package, also of a private one; or nothing."
     file = getattr(f, "__module__", "").replace(".", "/") + ".py"
-    path = Path(fact_nb.__file__).parent.parent / file
-    if not file.startswith("fact_nb/") or not path.exists(): return ""
-    line = lines_of(file).get(getattr(f, "__qualname__", ""))
-    settings = INDEX["settings"]
-    return f'{settings["git_url"]}/blob/{settings["branch"]}/{file}#L{line}' if line else ""
+    there = file.startswith("fact_nb/") and (Path(fact_nb.__file__).parent.parent/file).exists()
+    line = lines_of(file).get(getattr(f, "__qualname__", "")) if there else None
+    return _in_repository(file, line) if line else ""
 
 # %% ../../nbs/lab/20_documentation.ipynb #f88dae27
 @dataclass(frozen=True)
@@ -104,104 +120,113 @@ class Vocabulary:
     page: str # of the notebook, from the top of the site
     known: dict[str, str] = field(default_factory=dict) # name → full name
 
-    def full_name(self,
-                  name: str, # as prose has it
-                 ) -> str:
-        "The full name of what is meant, or nothing."
+    def full_name(self, name: str) -> str:
+        "The full name of what prose calls so, or nothing."
         head, _, rest = name.partition(".")
-        whole = [name, f"fact_nb.{name}"]
-        if head in self.known:
-            whole.append(self.known[head] + (f".{rest}" if rest else ""))
-        return next((n for n in whole if n in places()), "")
+        known = self.known.get(head, "")
+        possible = (name, f"fact_nb.{name}", f"{known}.{rest}" if rest else known)
+        return next((n for n in possible if n in places()), "")
 
 # %% ../../nbs/lab/20_documentation.ipynb #9719e1cc
-def address(v: Vocabulary, # of the notebook
-            name: str, # as prose has it
-           ) -> str:
-    "Where a name's entry is, seen from the page of the notebook; empty if it means nothing there."
+def address(v: Vocabulary, name: str) -> str:
+    "Where the entry of a name is, seen from the notebook's page; empty if it means nothing there."
     place = places().get(v.full_name(name))
     if place is None: return ""
     if place.page == v.page: return f"#{place.anchor}"
     path = os.path.relpath(place.page, os.path.dirname(v.page) or ".")
     return f"{Path(path).as_posix()}#{place.anchor}"
 
-# %% ../../nbs/lab/20_documentation.ipynb #bc5b59b7
-_ROOT_NAMES = {n: f"fact_nb.{n}" for n in fact_nb.__all__}
-
-def _imported(source: str) -> dict[str, str]:
-    "name → full name, for what a cell imports from the package."
+# %% ../../nbs/lab/20_documentation.ipynb #fe3d6419
+def _imports_of(source: str) -> list[ast.ImportFrom]:
+    "What a cell imports; nothing where it is not plain Python."
     try:
         tree = ast.parse(source)
     except SyntaxError: # a magic or a shell line
-        return {}
-    found: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("fact_nb"):
-            continue
-        found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    return found
+        return []
+    return [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+
+# %% ../../nbs/lab/20_documentation.ipynb #bc5b59b7
+def _imported(source: str) -> dict[str, str]:
+    "name → full name, for what a cell imports from the package."
+    ours = [n for n in _imports_of(source) if (n.module or "").startswith("fact_nb")]
+    return {a.asname or a.name: f"{n.module}.{a.name}" for n in ours for a in n.names}
 
 # %% ../../nbs/lab/20_documentation.ipynb #f072d6eb
+_ROOT_NAMES = {n: f"fact_nb.{n}" for n in fact_nb.__all__}
+
 def _at_home(full_name: str) -> str:
-    "fact_nb.measure → fact_nb.networks.measure.measure: where a name of the root is written."
+    "fact_nb.measure → fact_nb.networks.measure.measure"
     if full_name not in _ROOT_NAMES.values(): return full_name
     obj = getattr(fact_nb, full_name.rpartition(".")[2])
-    if inspect.ismodule(obj): return obj.__name__
-    return f"{obj.__module__}.{obj.__qualname__}"
+    return obj.__name__ if inspect.ismodule(obj) else f"{obj.__module__}.{obj.__qualname__}"
+
+# %% ../../nbs/lab/20_documentation.ipynb #41e5238e
+def _own_names(module: str) -> dict[str, str]:
+    "name → full name, for what a module of the package defines."
+    own = f"fact_nb.{module}."
+    inside = [n.removeprefix(own) for n in places() if n.startswith(own)]
+    return {n: own + n for n in inside if "." not in n}
 
 # %% ../../nbs/lab/20_documentation.ipynb #9791f546
-def vocabulary(page: str, # of the notebook, from the top of the site
-               sources: list[str], # its code cells
-               module: str = "", # the module that it writes
-              ) -> Vocabulary:
+def vocabulary(
+    page: str, # of the notebook, from the top of the site
+    sources: list[str], # its code cells
+    module: str = "", # the module that it writes
+) -> Vocabulary:
     "What names mean in a notebook."
     known = dict(_ROOT_NAMES)
     for source in sources:
         known |= _imported(source)
-    own = f"fact_nb.{module}."
-    if module:
-        inside = [n.removeprefix(own) for n in places() if n.startswith(own)]
-        known |= {n: own + n for n in inside if "." not in n}
+    known |= _own_names(module) if module else {}
     return Vocabulary(page, {k: _at_home(v) for k, v in known.items()})
 
 # %% ../../nbs/lab/20_documentation.ipynb #bc1ab051
 _NAME = re.compile(r"(?<!\[)`([A-Za-z_][\w.]*)(\(\))?`(?!\])")
+_KEPT = re.compile(r"(^```.*?^```[^\n]*$|^#[^\n]*$)", re.M | re.S) # code and headings
 
-def link_names(text: str, # Markdown
-               v: Vocabulary, # of the notebook
-              ) -> str:
-    "Prose with its names linked; code and headings stay as they are."
+# %% ../../nbs/lab/20_documentation.ipynb #7f4c1224
+def link_names(text: str, v: Vocabulary) -> str:
+    "Markdown with its names linked; code and headings stay as they are."
     def linked(m: re.Match) -> str:
         where = address(v, m[1])
         return f"[{m[0]}]({where})" if where else m[0]
-    blocks = re.split(r"(^```.*?^```[^\n]*$|^#[^\n]*$)", text, flags=re.M | re.S)
-    return "".join(b if b.startswith(("```", "#")) else _NAME.sub(linked, b) for b in blocks)
+    parts = _KEPT.split(text)
+    return "".join(p if p.startswith(("```", "#")) else _NAME.sub(linked, p) for p in parts)
+
+# %% ../../nbs/lab/20_documentation.ipynb #54e0fb02
+def _name_in_words(name: str, v: Vocabulary) -> str:
+    "A name as code, linked where it is known."
+    where, code = address(v, name.removesuffix("()")), f"<code>{_safe(name)}</code>"
+    return f'<a href="{where}">{code}</a>' if where else code
 
 # %% ../../nbs/lab/20_documentation.ipynb #3acde4b0
 def _words(comment: str, v: Vocabulary) -> str:
-    "A comment as HTML: backticks become code, known names links, a star stays a star."
+    "A comment as HTML: backticks become code, known names links."
     parts = re.split(r"`([^`]+)`", " ".join(comment.split()))
-    shown = []
-    for i, part in enumerate(parts):
-        where = address(v, part.removesuffix("()")) if i % 2 else ""
-        safe = escape(part).replace("*", "&#42;")
-        text = f"<code>{safe}</code>" if i % 2 else safe
-        shown.append(f'<a href="{where}">{text}</a>' if where else text)
-    return "".join(shown)
+    told = (_name_in_words(p, v) if i % 2 else _safe(p) for i, p in enumerate(parts))
+    return "".join(told)
+
+# %% ../../nbs/lab/20_documentation.ipynb #ae4a5a8b
+def _safe(text: str) -> str:
+    "Text for HTML inside Markdown, where a star stays a star."
+    return escape(text).replace("*", "&#42;")
 
 # %% ../../nbs/lab/20_documentation.ipynb #f586afb3
 def _own_classes(cls: type) -> list[type]:
     "A class and those it inherits from, as far as this package wrote them."
     return [c for c in cls.__mro__ if c.__module__.startswith(("fact_nb", "__main__"))]
 
+# %% ../../nbs/lab/20_documentation.ipynb #f85be480
+def _takes_nothing(obj: Callable) -> bool:
+    "Is this a class that nobody gives anything?"
+    if not isinstance(obj, type): return False
+    written = {name for c in _own_classes(obj) for name in vars(c)}
+    return issubclass(obj, (Enum, BaseException)) or not {"__init__", "__new__"} & written
+
 # %% ../../nbs/lab/20_documentation.ipynb #7ed035bf
 def _signature(obj: Callable) -> inspect.Signature | None:
     "Of a function or a class of this package; None where there is nothing to pass."
-    if isinstance(obj, type) and issubclass(obj, (Enum, BaseException)):
-        return None
-    if isinstance(obj, type):
-        written = {name for c in _own_classes(obj) for name in vars(c)}
-        if not {"__init__", "__new__"} & written: return None
+    if _takes_nothing(obj): return None
     try:
         return inspect.signature(obj)
     except (TypeError, ValueError):
@@ -228,56 +253,81 @@ def _short_default(p: inspect.Parameter) -> str:
     return "…" if text == "optional" or "<" in text else text
 
 # %% ../../nbs/lab/20_documentation.ipynb #dc7b302f
-def _packed(parts: list[str], width: int = 76) -> list[str]:
+def _packed(parts: list[str]) -> list[str]:
     "Parameters on indented lines, as many on each as fit."
-    lines = [""]
+    lines: list[str] = []
     for part in parts:
-        if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
-            lines.append("")
-        lines[-1] += (" " if lines[-1] else "    ") + part + ","
+        if not lines or len(lines[-1]) + len(part) + 2 > 76:
+            lines.append("   ")
+        lines[-1] += f" {part},"
     return lines
 
-# %% ../../nbs/lab/20_documentation.ipynb #4a8717a1
-def call_of(obj: Callable, # a function or a class
-            name: str, # as one writes it
-           ) -> str:
-    "How it is called: names and defaults, at most 80 columns."
+# %% ../../nbs/lab/20_documentation.ipynb #56642608
+def _in_call(p: inspect.Parameter) -> str:
+    "A parameter as it stands in a call: its stars, its name, its default."
+    default = f"={_short_default(p)}" if p.default is not p.empty else ""
+    return _STARS.get(p.kind, "") + p.name + default
+
+# %% ../../nbs/lab/20_documentation.ipynb #03bdc0dc
+def _parts_of_call(obj: Callable) -> list[str]:
+    "The parameters of a call, with the star before those that go by name only."
     parts, starred = [], False
     for p in _parameters(obj):
         if p.kind is p.KEYWORD_ONLY and not starred:
             parts.append("*")
         starred = starred or p.kind in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)
-        default = f"={_short_default(p)}" if p.default is not p.empty else ""
-        parts.append(_STARS.get(p.kind, "") + p.name + default)
+        parts.append(_in_call(p))
+    return parts
+
+# %% ../../nbs/lab/20_documentation.ipynb #4a8717a1
+def call_of(obj: Callable, name: str) -> str:
+    "How it is called: names and defaults, at most 80 columns."
+    parts = _parts_of_call(obj)
     one_line = f"{name}({', '.join(parts)})"
     if len(one_line) <= 80: return one_line
     return f"{name}(\n" + "\n".join(_packed(parts)) + "\n)"
 
+# %% ../../nbs/lab/20_documentation.ipynb #2360a8c2
+def _html_row(cells: Sequence[str], tag: str = "td", more: str = "") -> str:
+    "One row of a table."
+    return "<tr>" + "".join(f"<{tag}{more}>{c}</{tag}>" for c in cells) + "</tr>"
+
 # %% ../../nbs/lab/20_documentation.ipynb #c34bf74b
 def _table(kind: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    "Rows of HTML under a head; a column that is empty everywhere is left out."
+    "Rows of HTML under a head, without empty columns."
     used = [i for i, _ in enumerate(head) if i == 0 or any(r[i] for r in rows)]
-    top = "".join(f'<th scope="col">{head[i]}</th>' for i in used)
-    body = "".join("<tr>" + "".join(f"<td>{r[i]}</td>" for i in used) + "</tr>" for r in rows)
+    top = _html_row([head[i] for i in used], "th", ' scope="col"')
+    body = "".join(_html_row([r[i] for i in used]) for r in rows)
     table = f'<table class="{kind}" data-quarto-disable-processing="true">'
-    return f"{table}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    return f"{table}<thead>{top}</thead><tbody>{body}</tbody></table>"
 
 # %% ../../nbs/lab/20_documentation.ipynb #02351e51
 def _code(text: str) -> str:
     return f"<code>{escape(text)}</code>" if text else ""
 
+# %% ../../nbs/lab/20_documentation.ipynb #1c995420
+_Row = tuple[str, str, str, str] # name, type, default, meaning
+
+def _parameter_row(p: inspect.Parameter, comment: str, v: Vocabulary) -> _Row:
+    "One parameter."
+    name, kind = _STARS.get(p.kind, "") + p.name, type_in_words(p.annotation)
+    return _code(name), _code(kind), _code(_short_default(p)), _words(comment, v)
+
+# %% ../../nbs/lab/20_documentation.ipynb #8d4b3e34
+def _returned_row(obj: Callable, comment: str, v: Vocabulary) -> list[_Row]:
+    "What comes back, where that is said; a class gives itself."
+    sig = _signature(obj)
+    if sig is None or isinstance(obj, type): return []
+    gives = type_in_words(sig.return_annotation)
+    if gives in ("", "None"): return []
+    return [("<em>returns</em>", _code(gives), "", _words(comment, v))]
+
 # %% ../../nbs/lab/20_documentation.ipynb #0351da5d
-def parameter_table(obj: Callable, # a function or a class
-                    v: Vocabulary, # of the page
-                   ) -> str:
+def parameter_table(obj: Callable, v: Vocabulary) -> str:
     "A row a parameter, and one for what comes back; empty where there is nothing to say."
-    comments, sig = comments_of(obj), _signature(obj)
-    rows = [(_code(_STARS.get(p.kind, "") + p.name), _code(type_in_words(p.annotation)),
-             _code(_short_default(p)), _words(comments.get(p.name, ""), v))
-            for p in _parameters(obj)]
-    gives = type_in_words(sig.return_annotation) if sig and not isinstance(obj, type) else ""
-    if gives not in ("", "None"):
-        rows.append(("<em>returns</em>", _code(gives), "", _words(comments.get("return", ""), v)))
+    said = comments_of(obj)
+    rows = [_parameter_row(p, said.get(p.name, ""), v) for p in _parameters(obj)]
+    rows += _returned_row(obj, said.get("return", ""), v)
     return _table("parameters", ("Name", "Type", "Default", "Meaning"), rows) if rows else ""
 
 # %% ../../nbs/lab/20_documentation.ipynb #b5f62069
@@ -288,17 +338,23 @@ class Member(NamedTuple):
     obj: Any # the function behind it
     is_property: bool # read without a call
 
+# %% ../../nbs/lab/20_documentation.ipynb #cc42e48e
+def _behind(raw: Any) -> Any:
+    "The function of a method, a class method, a property or a cached property."
+    obj = getattr(raw, "__func__", None) or getattr(raw, "fget", None) or raw
+    return getattr(obj, "func", obj)
+
+# %% ../../nbs/lab/20_documentation.ipynb #9e27c2cd
+def _is_shown(name: str) -> bool: return name == "__call__" or not name.startswith("_")
+
 # %% ../../nbs/lab/20_documentation.ipynb #af86c5aa
-def members(cls: type, # of this package
-           ) -> Iterator[Member]:
+def members(cls: type) -> Iterator[Member]:
     "Public methods and properties that this package wrote, those of the class itself first."
     seen: set[str] = set()
     for owner in _own_classes(cls):
         for name, raw in vars(owner).items():
-            if name in seen or (name.startswith("_") and name != "__call__"): continue
-            obj = getattr(raw, "__func__", None) or getattr(raw, "fget", None) or raw
-            obj = getattr(obj, "func", obj) # a cached property
-            if not isinstance(obj, FunctionType): continue
+            obj = _behind(raw)
+            if name in seen or not _is_shown(name) or not isinstance(obj, FunctionType): continue
             seen.add(name)
             yield Member(name, owner, obj, not callable(getattr(owner, name)))
 
@@ -309,44 +365,64 @@ def _meaning_of(cls: type, name: str) -> str:
     first = (inspect.cleandoc(text).split("\n\n")[0] for text in said)
     return next((text for text in first if text and not text.startswith("Parameters\n")), "")
 
+# %% ../../nbs/lab/20_documentation.ipynb #42fcabc3
+def _member_call(m: Member) -> str:
+    "How a method is called; a property is read, an object called without a name."
+    if m.is_property: return m.name
+    if m.name == "__call__": return call_of(m.obj, "()").replace("()(", "(")
+    return call_of(m.obj, m.name)
+
+# %% ../../nbs/lab/20_documentation.ipynb #af849a7f
+def _told_below(cls: type, m: Member, v: Vocabulary) -> str:
+    "The parameters of a method in one line, those with a comment."
+    notes = method_comments(cls, m.name)
+    told = [f"<code>{p.name}</code> {_words(notes[p.name], v)}"
+            for p in _parameters(m.obj) if notes.get(p.name)]
+    return f"<br><small>{'; '.join(told)}</small>" if told else ""
+
 # %% ../../nbs/lab/20_documentation.ipynb #fe70ce45
 def _member_row(cls: type, m: Member, v: Vocabulary) -> tuple[str, str]:
-    "Call and meaning of a method, its parameters in one line below."
-    name = "" if m.name == "__call__" else m.name
-    call = m.name if m.is_property else call_of(m.obj, name or "()").replace("()(", "(")
-    notes = method_comments(cls, m.name)
-    told = "; ".join(f"<code>{p.name}</code> {_words(notes[p.name], v)}"
-                     for p in _parameters(m.obj) if notes.get(p.name))
-    meaning = _words(_meaning_of(cls, m.name), v) + (f"<br><small>{told}</small>" if told else "")
+    "Call and meaning of a method, its parameters below."
     anchor = f"{cls.__name__}.{m.name}".lower()
-    return f'<code id="{anchor}">{escape(call)}</code>', meaning
+    meaning = _words(_meaning_of(cls, m.name), v) + _told_below(cls, m, v)
+    return f'<code id="{anchor}">{escape(_member_call(m))}</code>', meaning
 
 # %% ../../nbs/lab/20_documentation.ipynb #bfd05cec
-def member_table(cls: type, # of this package
-                 v: Vocabulary, # of the page
-                ) -> str:
-    "The methods of a class; empty where it has none."
+def member_table(cls: type, v: Vocabulary) -> str:
+    "The methods of a class, after the values of an enumeration; empty where it has none."
     rows = [_member_row(cls, m, v) for m in members(cls)]
     if isinstance(cls, type) and issubclass(cls, Enum):
         rows = [(_code(e.name), _code(repr(e.value))) for e in cls] + rows
     return _table("parameters methods", ("Method", "What it does"), rows) if rows else ""
 
+# %% ../../nbs/lab/20_documentation.ipynb #cbcc1e94
+def _title(full_name: str, v: Vocabulary, heading: str) -> str:
+    "The heading of an entry; on a page of the site it has its anchor."
+    if not heading: return ""
+    place = places().get(full_name) if v.page else None
+    anchor = f" {{#{place.anchor} .entry}}" if place else ""
+    return f"{heading} `{full_name.rpartition('.')[2]}`{anchor}"
+
+# %% ../../nbs/lab/20_documentation.ipynb #15afe8d9
+def _tables(obj: Any, v: Vocabulary) -> list[str]:
+    "The parameters, and the methods of a class."
+    methods = [member_table(obj, v)] if isinstance(obj, type) else []
+    return [parameter_table(obj, v), *methods]
+
 # %% ../../nbs/lab/20_documentation.ipynb #de4969dd
-def entry(obj: Any, # a function or a class
-          full_name: str, # in the package
-          v: Vocabulary, # of the page
-          heading: str = "###", # or nothing
-         ) -> str: # Markdown
+def entry(
+    obj: Any, # a function or a class
+    full_name: str, # in the package
+    v: Vocabulary, # of the page
+    heading: str = "###", # or nothing
+) -> str: # Markdown
     "What a page says about one name."
-    name = full_name.rpartition(".")[2]
-    place, url = places().get(full_name), source_url(full_name)
-    anchor = f" {{#{place.anchor} .entry}}" if place and v.page else ""
+    url, name = source_url(full_name), full_name.rpartition(".")[2]
     source = f'<a class="source" href="{url}">source</a>' if url else ""
-    title = f"{heading} `{name}`{anchor}" if heading else ""
     doc = link_names((inspect.getdoc(obj) or "").split("\n\nParameters\n---")[0], v)
     call = "" if _signature(obj) is None else f"```python\n{call_of(obj, name)}\n```"
-    tables = [parameter_table(obj, v)] + ([member_table(obj, v)] if isinstance(obj, type) else [])
-    return "\n\n".join(part for part in (title, source, call, doc, *tables) if part)
+    parts = (_title(full_name, v, heading), source, call, doc, *_tables(obj, v))
+    return "\n\n".join(part for part in parts if part)
 
 # %% ../../nbs/lab/20_documentation.ipynb #6a63a877
 class Entry(ShowDocRenderer):
@@ -369,77 +445,123 @@ def _is_only_imports(source: str) -> bool:
     return all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in body)
 
 # %% ../../nbs/lab/20_documentation.ipynb #7bd0461a
-def definitions(source: str, # a cell
-               ) -> list[str]:
+def definitions(source: str) -> list[str]:
     "Names of the functions and classes that a cell defines, private ones included."
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [n.name for n in ast.parse(source).body if isinstance(n, defined)]
 
 # %% ../../nbs/lab/20_documentation.ipynb #c505b362
-def fenced(source: str, # code
-           summary: str, # what one reads before it is opened
-           before: str = "", # Markdown inside the fold
-          ) -> str: # Markdown
+def fenced(
+    source: str, # code
+    summary: str, # what one reads before it is opened
+    before: str = "", # Markdown inside the fold
+) -> str: # Markdown
     "Code that opens at a click."
     code = re.sub(r"^#\|.*\n", "", source, flags=re.M).strip("\n")
     top = f'<details class="code-fold"><summary>{summary}</summary>'
     inside = f"{before}\n\n" if before else ""
     return f"{top}\n\n{inside}```python\n{code}\n```\n\n</details>"
 
+# %% ../../nbs/lab/20_documentation.ipynb #f0ea72d1
+def _assigned(node: ast.stmt) -> list[ast.expr]:
+    "What a statement assigns to."
+    if isinstance(node, ast.AnnAssign): return [node.target]
+    return node.targets if isinstance(node, ast.Assign) else []
+
 # %% ../../nbs/lab/20_documentation.ipynb #815f6d2d
 def _constants(source: str) -> list[str]:
     "Names that a cell assigns at its top level."
-    assigned = [n for n in ast.parse(source).body if isinstance(n, (ast.Assign, ast.AnnAssign))]
-    by_cell = [n.targets if isinstance(n, ast.Assign) else [n.target] for n in assigned]
-    targets = [t for found in by_cell for t in found]
+    targets = [t for node in ast.parse(source).body for t in _assigned(node)]
     return [t.id for t in targets if isinstance(t, ast.Name)]
 
+# %% ../../nbs/lab/20_documentation.ipynb #d0f090cd
+def _first_words(defined: Sequence[ast.FunctionDef | ast.ClassDef]) -> str:
+    "The docstring of a cell's only definition, in one line."
+    if len(defined) != 1: return ""
+    return " ".join((ast.get_docstring(defined[0]) or "").split())
+
 # %% ../../nbs/lab/20_documentation.ipynb #3afc9f66
-def summary_of(source: str, # a cell
-              ) -> str: # HTML
+def summary_of(source: str) -> str: # HTML
     "What stands on the fold of a cell of code."
     defined = [n for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     names = [n.name for n in defined] or _constants(source)
-    said = " ".join((ast.get_docstring(defined[0]) or "").split()) if len(defined) == 1 else ""
     shown = ", ".join(_code(n) for n in names[:4]) + (", …" if len(names) > 4 else "")
+    said = _first_words(defined)
     return f"{shown}: {_words(said, Vocabulary(''))}" if said else shown or "Source"
 
 # %% ../../nbs/lab/20_documentation.ipynb #023620c5
-def is_test(source: str, # a cell that is not exported
-            has_output: bool, # does the page show something below it?
-           ) -> bool:
+def is_test(
+    source: str, # a cell that is not exported
+    has_output: bool, # does the page show something below it?
+) -> bool:
     "Is this a cell that a reader may skip?"
-    if has_output: return False
-    return bool(re.search(r"^\s*(?:assert\b|test_\w+\(|with expect_fail)", source, re.M))
+    tests = re.search(r"^\s*(?:assert\b|test_\w+\(|with expect_fail)", source, re.M)
+    return bool(tests) and not has_output
+
+# %% ../../nbs/lab/20_documentation.ipynb #21a9c97e
+def _module_of(nb: Any) -> str:
+    "What stands behind default_exp."
+    told = [getattr(c, "directives_", None) or {} for c in nb.cells]
+    return next((t["default_exp"][0] for t in told if "default_exp" in t), "")
+
+# %% ../../nbs/lab/20_documentation.ipynb #8d951895
+def _page_of(path: Path) -> str:
+    "The address of a notebook's page from the top of the site."
+    inside = path.as_posix().rpartition("/nbs/")[2] or path.name
+    folder, slash, _ = inside.rpartition("/")
+    return folder + slash + re.sub(r"^\d+[a-z]?_", "", path.stem) + ".html"
 
 # %% ../../nbs/lab/20_documentation.ipynb #e08bf464
 class Page:
     "What the steps know about a notebook."
     def __init__(self, nb: Any): # as nbdev reads it
-        self.nb = nb
-        self.module = self._module()
+        self.nb, self.module = nb, _module_of(nb)
         sources = [c.source for c in nb.cells if c.cell_type == "code" and c.source]
-        self.vocabulary = vocabulary(self._page(), sources, self.module)
-
-    def _module(self) -> str:
-        "What stands behind default_exp."
-        found = [c.directives_["default_exp"] for c in self.nb.cells
-                 if "default_exp" in (getattr(c, "directives_", None) or {})]
-        return found[0][0] if found else ""
-
-    def _page(self) -> str:
-        "The page's address from the top of the site: numbers in front of names are dropped."
-        path = Path(self.nb.path_)
-        inside = path.as_posix().rpartition("/nbs/")[2] or path.name
-        folder, _, _ = inside.rpartition("/")
-        name = re.sub(r"^\d+[a-z]?_", "", path.stem) + ".html"
-        return f"{folder}/{name}" if folder else name
+        self.vocabulary = vocabulary(_page_of(Path(nb.path_)), sources, self.module)
 
 # %% ../../nbs/lab/20_documentation.ipynb #2d520142
-def is_section(cell: Any, # as nbdev reads it
-              ) -> bool:
+def is_section(cell: Any) -> bool:
     "Does a new section begin here?"
     return cell.cell_type == "markdown" and bool(re.match(r"##\s", cell.source or ""))
+
+# %% ../../nbs/lab/20_documentation.ipynb #cbedaa50
+def _kind_of(cell: Any) -> set[str]:
+    "The directives of a cell of code."
+    return set(getattr(cell, "directives_", None) or {}) if cell.cell_type == "code" else set()
+
+# %% ../../nbs/lab/20_documentation.ipynb #02223dd1
+def _make_room(cell: Any, page: str) -> None:
+    "Give a section another anchor where an entry of its page has the same."
+    head, _, rest = cell.source.partition("\n")
+    anchor = re.sub(r"[^a-z]+", "-", head.lower()).strip("-")
+    taken = {h.anchor for h in places().values() if h.page == page}
+    if "{#" not in head and anchor in taken:
+        cell.source = f"{head} {{#about-{anchor}}}\n{rest}"
+
+# %% ../../nbs/lab/20_documentation.ipynb #0847a691
+def _entry_in(p: Page, name: str) -> str:
+    "The entry of one name of a notebook's module."
+    full_name = f"fact_nb.{p.module}.{name}"
+    obj = getattr(import_module(f"fact_nb.{p.module}"), name)
+    if not _is_experiment(p): return entry(obj, full_name, p.vocabulary)
+    text, place = entry(obj, full_name, p.vocabulary, ""), places().get(full_name)
+    return text if place is None else f'<span id="{place.anchor}"></span>\n\n{text}'
+
+# %% ../../nbs/lab/20_documentation.ipynb #d5469a31
+def _is_experiment(p: Page) -> bool: return p.module.startswith("experiments.")
+
+# %% ../../nbs/lab/20_documentation.ipynb #4e7f4cd5
+def _is_main(p: Page, name: str) -> bool:
+    "Is this one of the names that the package itself offers?"
+    return _at_home(f"fact_nb.{name}") == f"fact_nb.{p.module}.{name}"
+
+# %% ../../nbs/lab/20_documentation.ipynb #c263caee
+def _folded(p: Page, source: str, entries: list[str], has_main: bool) -> list[Any]:
+    "The entries of a cell and its folded source; on the page of an experiment all in one fold."
+    if _is_experiment(p):
+        return [_prose(fenced(source, summary_of(source), "\n\n".join(entries)))]
+    label = summary_of(source) if has_main or not entries else "Source"
+    return [_prose(text) for text in (*entries, fenced(source, label))]
 
 # %% ../../nbs/lab/20_documentation.ipynb #47255046
 class add_entries(Page):
@@ -448,46 +570,24 @@ class add_entries(Page):
         cells: list[Any] = []
         self.first: list[Any] = [] # what stands below the introduction
         for cell in self.nb.cells:
-            told = getattr(cell, "directives_", None) if cell.cell_type == "code" else None
-            kind = set(told or {})
+            kind = _kind_of(cell)
             if kind & {"hide", "default_exp"}: continue
             cells += self._shown(cell) if kind & set(SHOWN) else [cell]
-        for cell in cells:
-            self._make_room(cell)
-        at = next((i for i, c in enumerate(cells) if is_section(c)), len(cells))
+        sections = [i for i, cell in enumerate(cells) if is_section(cell)]
+        for i in sections:
+            _make_room(cells[i], self.vocabulary.page)
+        at = sections[0] if sections else len(cells)
         self.nb.cells = cells[:at] + self.first + cells[at:]
 
-    def _make_room(self, cell: Any) -> None:
-        "A section whose anchor would be that of an entry gets another: Workers beside `workers`."
-        if not is_section(cell): return
-        head, _, rest = cell.source.partition("\n")
-        anchor = re.sub(r"[^a-z]+", "-", head.lower()).strip("-")
-        taken = {h.anchor for h in places().values() if h.page == self.vocabulary.page}
-        if "{#" not in head and anchor in taken:
-            cell.source = f"{head} {{#about-{anchor}}}\n{rest}"
-
     def _shown(self, cell: Any) -> list[Any]:
-        "What the page shows of an exported cell."
+        "What the page shows of an exported cell; its main names go to the top."
         source = cell.source
         if not source.strip() or _is_only_imports(source): return []
         offered = [] if "exporti" in cell.directives_ else definitions(source)
-        main = [n for n in offered if _at_home(f"fact_nb.{n}") == f"fact_nb.{self.module}.{n}"]
-        self.first += [_prose(self._entry(n)) for n in main]
-        entries = [self._entry(n) for n in offered if not n.startswith("_") and n not in main]
-        if self.module.startswith("experiments."):
-            return [_prose(fenced(source, summary_of(source), "\n\n".join(entries)))]
-        label = summary_of(source) if main or not entries else "Source"
-        return [_prose(e) for e in entries] + [_prose(fenced(source, label))]
-
-    def _entry(self, name: str) -> str:
-        "The entry of one name of this notebook's module."
-        obj = getattr(import_module(f"fact_nb.{self.module}"), name)
-        in_a_fold = self.module.startswith("experiments.")
-        full_name = f"fact_nb.{self.module}.{name}"
-        text = entry(obj, full_name, self.vocabulary, "" if in_a_fold else "###")
-        place = places().get(full_name)
-        if not in_a_fold or place is None: return text
-        return f'<span id="{place.anchor}"></span>\n\n{text}'
+        main = [n for n in offered if _is_main(self, n)]
+        self.first += [_prose(_entry_in(self, n)) for n in main]
+        others = [n for n in offered if not n.startswith("_") and n not in main]
+        return _folded(self, source, [_entry_in(self, n) for n in others], bool(main))
 
 # %% ../../nbs/lab/20_documentation.ipynb #12c0d9f6
 def _prose(source: str) -> Any:
@@ -500,29 +600,41 @@ def _prose(source: str) -> Any:
 def abbreviations(glossary: Path) -> dict[str, str]: # abbreviation → what it stands for
     "The first table of the glossary."
     nb = json.loads(glossary.read_text(encoding="utf-8"))
-    texts = ["".join(c["source"]) for c in nb["cells"]]
+    texts = ("".join(c["source"]) for c in nb["cells"])
     table = next(t for t in texts if t.startswith("## Abbreviations"))
-    rows = re.findall(r"^\| *(\w+) *\| *([^|]+?) *\|", table, re.M)
-    return {short: long for short, long in rows}
+    return dict(re.findall(r"^\| *(\w+) *\| *([^|]+?) *\|", table, re.M))
 
 # %% ../../nbs/lab/20_documentation.ipynb #e556dbbe
 _NOT_PROSE = re.compile(r"(```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]+\$|!?\[[^\]]*\]\([^)]*\)|<[^>]+>"
                         r"|^#.*$|\{[^}]*\}|^\|.*$)", re.S | re.M)
 
+# %% ../../nbs/lab/20_documentation.ipynb #66e41e66
+def _with_meaning(text: str, short: str, meaning: str) -> str:
+    "Text in which an abbreviation carries its meaning the first time."
+    word = rf"(?<![\w-]){short}(?![\w-])"
+    told = f'<abbr title="{escape(meaning, quote=True)}">{short}</abbr>'
+    return re.sub(word, told, text, count=1)
+
 # %% ../../nbs/lab/20_documentation.ipynb #a4e3ee62
-def explain_once(text: str, # prose
-                 meanings: dict[str, str], # what is still unexplained; a used one is taken out
-                ) -> str:
+def explain_once(
+    text: str, # prose
+    meanings: dict[str, str], # what is still unexplained; a used one is taken out
+) -> str:
     "Prose in which each abbreviation carries its meaning the first time."
     parts = _NOT_PROSE.split(text)
     for i in range(0, len(parts), 2):
         for short in list(meanings):
-            word = rf"(?<![\w-]){short}(?![\w-])"
-            title = escape(meanings[short], quote=True)
-            parts[i], n = re.subn(word, f'<abbr title="{title}">{short}</abbr>', parts[i], count=1)
-            if n:
+            before, parts[i] = parts[i], _with_meaning(parts[i], short, meanings[short])
+            if parts[i] != before:
                 del meanings[short]
     return "".join(p or "" for p in parts)
+
+# %% ../../nbs/lab/20_documentation.ipynb #b4cdc33b
+def _is_prose(cell: Any) -> bool:
+    "Is this text that somebody wrote, and not made here?"
+    if cell.cell_type != "markdown" or not cell.source: return False
+    made = any(tag in cell.source for tag in ("<table", "<details"))
+    return not made and not cell.source.startswith("---")
 
 # %% ../../nbs/lab/20_documentation.ipynb #8c5260ae
 class link_prose(Page):
@@ -534,36 +646,31 @@ class link_prose(Page):
         known = glossary.exists() and not path.samefile(glossary)
         self.meanings = dict(abbreviations(glossary)) if known else {}
 
-    def __call__(self,
-                 cell: Any, # as nbdev reads it
-                ) -> None:
-        "One cell."
-        if cell.cell_type != "markdown" or not cell.source: return
-        if "<table" in cell.source or "<details" in cell.source or cell.source.startswith("---"):
-            return
-        cell.source = explain_once(link_names(cell.source, self.vocabulary), self.meanings)
+    def __call__(self, cell: Any) -> None:
+        "One cell, as nbdev reads it."
+        if _is_prose(cell):
+            cell.source = explain_once(link_names(cell.source, self.vocabulary), self.meanings)
 
 # %% ../../nbs/lab/20_documentation.ipynb #64dcbeec
-def plain_html(cell: Any, # as nbdev reads it; changed
-              ) -> None:
-    "Outputs of HTML become Markdown with the same HTML inside."
-    if cell.cell_type != "code": return
-    for output in cell.get("outputs") or []:
-        data = output.get("data") or {}
-        html = data.pop("text/html", None)
-        if html is None: continue
+def plain_html(cell: Any) -> None:
+    "Make Markdown with the same HTML inside of a cell's outputs of HTML."
+    outputs = cell.get("outputs") or [] if cell.cell_type == "code" else []
+    for data in (output.get("data") or {} for output in outputs):
+        if (html := data.pop("text/html", None)) is None: continue
         text = html if isinstance(html, str) else "".join(html)
         data["text/markdown"] = f"```{{=html}}\n{text.strip()}\n```"
 
+# %% ../../nbs/lab/20_documentation.ipynb #e9dc1cde
+def _fold_title(source: str, has_output: bool) -> str: # "" where nothing is folded
+    "What stands on the fold of a cell that is not exported."
+    if not has_output and _is_only_imports(_python(source)): return "Imports"
+    return "Test" if is_test(source, has_output) else ""
+
 # %% ../../nbs/lab/20_documentation.ipynb #3ffdaf06
-def fold_tests(cell: Any, # as nbdev reads it; changed
-              ) -> None:
-    "Fold a cell that only tests."
+def fold_tests(cell: Any) -> None:
+    "Fold a cell that only tests or imports."
     if cell.cell_type != "code" or not cell.source or re.match(r"#\| (echo|include)", cell.source):
         return
-    has_output = bool(cell.get("outputs"))
-    summary = "Test" if is_test(cell.source, has_output) else ""
-    if not has_output and _is_only_imports(_python(cell.source)):
-        summary = "Imports"
-    if summary:
-        cell.source = f'#| code-fold: true\n#| code-summary: "{summary}"\n{cell.source}'
+    title = _fold_title(cell.source, bool(cell.get("outputs")))
+    if title:
+        cell.source = f'#| code-fold: true\n#| code-summary: "{title}"\n{cell.source}'

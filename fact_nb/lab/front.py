@@ -12,6 +12,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
 from html import escape
 from typing import Any
@@ -36,31 +37,49 @@ def committed_scorecard() -> tuple[dict[str, Any], ...]:
     "The scorecard of the committed results, judged once."
     return tuple(scorecard())
 
+# %% ../../nbs/lab/21_front.ipynb #bb450032
+_Rows = Sequence[Mapping[str, Any]] # of the scorecard
+
+def _or_committed(rows: _Rows | None) -> _Rows:
+    "The rows that are given, by default those of the committed results."
+    return committed_scorecard() if rows is None else rows
+
 # %% ../../nbs/lab/21_front.ipynb #500c62be
 ORDER = (HOLDS, CHANGED, DIFFERS) # and then whatever has no verdict
 
-def tally(rows: Iterable[Mapping[str, Any]], # of the scorecard
-         ) -> dict[str, int]: # verdict → how many of the paper's claims
+def tally(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]: # verdict → how many
     "How many of the paper's claims have which verdict, the decided ones first."
     seen = Counter(r["verdict"] for r in rows if of_paper(r))
     rest = sorted(set(seen) - set(ORDER))
     return {v: seen[v] for v in (*ORDER, *rest) if seen[v]}
 
+# %% ../../nbs/lab/21_front.ipynb #c50c4210
+def _segment(verdict: str, n: int, link: str) -> str:
+    "A part of the bar."
+    return (f'<a class="{verdict_class(verdict)}" style="flex:{n} 1 0" href="{link}" '
+            f'aria-label="{n} {escape(verdict)}">{n}</a>')
+
+# %% ../../nbs/lab/21_front.ipynb #bc46f17b
+def _key(counts: Mapping[str, int], link: str) -> str:
+    "What stands below the bar: the verdicts by name."
+    named = " ".join(f"{chip(v)} {n}" for v, n in counts.items())
+    total = sum(counts.values())
+    return f'{total} claims of the paper: {named} · <a href="{link}">the scorecard</a>'
+
 # %% ../../nbs/lab/21_front.ipynb #96bc0a6f
 class VerdictBar:
     "How many claims of the paper hold, in colour."
-    def __init__(self, rows: Sequence[Mapping[str, Any]] | None = None, # by default the committed
-                 link: str = "scorecard.html", # where a click leads
-                ):
-        self.counts, self.link = tally(committed_scorecard() if rows is None else rows), link
+    def __init__(
+        self,
+        rows: _Rows | None = None, # by default the committed
+        link: str = "scorecard.html", # where a click leads
+    ):
+        self.counts, self.link = tally(_or_committed(rows)), link
 
     def _repr_html_(self) -> str:
-        parts = [f'<a class="{verdict_class(v)}" style="flex:{n} 1 0" href="{self.link}" '
-                 f'aria-label="{n} {escape(v)}">{n}</a>' for v, n in self.counts.items()]
-        key = " ".join(f"{chip(v)} {n}" for v, n in self.counts.items())
-        total = sum(self.counts.values())
-        words = f'{total} claims of the paper: {key} · <a href="{self.link}">the scorecard</a>'
-        return f'<div class="verdict-bar">{"".join(parts)}</div><p class="verdict-key">{words}</p>'
+        parts = "".join(_segment(v, n, self.link) for v, n in self.counts.items())
+        key = _key(self.counts, self.link)
+        return f'<div class="verdict-bar">{parts}</div><p class="verdict-key">{key}</p>'
 
     def __repr__(self) -> str:
         return ", ".join(f"{n} {v}" for v, n in self.counts.items())
@@ -70,9 +89,8 @@ CANDIDATES = {"FACT": COLOURS["FACT"], "AGOP": COLOURS["AGOP"], "AGOP^½": COLOU
               "eNFA": COLOURS["eNFA"]}
 
 # %% ../../nbs/lab/21_front.ipynb #b08d95f2
-def over_training(r: Result, # of the experiment `epochs`
-                 ) -> pd.DataFrame: # index (candidate, epoch), a column a layer
-    "Mean correlation with WᵀW of each candidate, at every look, on every layer."
+def over_training(r: Result) -> pd.DataFrame: # index (candidate, epoch), a column a layer
+    "Mean correlation with WᵀW of each candidate at every look, from the experiment `epochs`."
     d = r.df[(r.df.schedule == "cosine") & r.df.quantity.isin(list(CANDIDATES))]
     return d.pivot_table(index=["quantity", "epoch"], columns="layer", values="pearson")
 
@@ -89,58 +107,87 @@ def _spread(panel: tuple[int, int], share: float) -> float:
     "A place in a panel, from its left (0) to its right (1)."
     return round(panel[0] + share * (panel[1] - panel[0]), 1)
 
+# %% ../../nbs/lab/21_front.ipynb #b1590bd6
+_Points = list[tuple[float, float]]
+
+def _as_text(points: _Points) -> str: return " ".join(f"{x},{y}" for x, y in points)
+
 # %% ../../nbs/lab/21_front.ipynb #d16240db
-def _line(points: list[tuple[float, float]], colour: str, extra: str = "") -> str:
+def _line(points: _Points, colour: str, extra: str = "") -> str:
     "A line through points."
-    text = " ".join(f"{x},{y}" for x, y in points)
-    return f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="2" {extra}/>'
+    return (f'<polyline points="{_as_text(points)}" fill="none" stroke="{colour}" '
+            f'stroke-width="2" {extra}/>')
+
+# %% ../../nbs/lab/21_front.ipynb #75008fa0
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    "A label."
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
+
+# %% ../../nbs/lab/21_front.ipynb #22066749
+def _layer_places(count: int) -> list[float]:
+    "Where layers stand in the left panel."
+    return [_spread(_LEFT, i / max(1, count - 1)) for i in range(count)]
+
+# %% ../../nbs/lab/21_front.ipynb #5023c92d
+def _over_layers(values: pd.Series) -> _Points:
+    "The points of a line in the left panel."
+    return list(zip(_layer_places(len(values)), map(_height, values)))
+
+# %% ../../nbs/lab/21_front.ipynb #c3aeec4c
+def _frame(panel: tuple[int, int]) -> str:
+    "Lines at 0, ½ and 1, with their numbers."
+    left, right = panel
+    lines = [f'<line x1="{left - 12}" x2="{right + 12}" y1="{_height(v)}" '
+             f'y2="{_height(v)}" stroke="currentColor" opacity=".18"/>' for v in (0, .5, 1)]
+    numbers = [_text(left - 18, _height(v) + 4, f"{v:g}", "end") for v in (0, .5, 1)]
+    return "".join(lines + numbers)
 
 # %% ../../nbs/lab/21_front.ipynb #85654d97
 def _axes(layers: list[int], last: int) -> str:
-    "Frames, ticks and labels of both panels."
-    parts = []
-    for panel in (_LEFT, _RIGHT):
-        parts += [f'<line x1="{panel[0] - 12}" x2="{panel[1] + 12}" y1="{_height(v)}" '
-                  f'y2="{_height(v)}" stroke="currentColor" opacity=".18"/>' for v in (0, .5, 1)]
-        parts += [f'<text x="{panel[0] - 18}" y="{_height(v) + 4}" text-anchor="end">{v:g}</text>'
-                  for v in (0, .5, 1)]
+    "Frames, titles and ticks of both panels."
     titles = [(_LEFT, "correlation with WᵀW, by layer"), (_RIGHT, "on layer 1, over training")]
-    parts += [f'<text x="{(a + b) / 2}" y="12" text-anchor="middle">{t}</text>'
-              for (a, b), t in titles]
-    ticks = [(_spread(_LEFT, i / (len(layers) - 1)), f"layer {k}") for i, k in enumerate(layers)]
-    ticks += [(_RIGHT[0], "epoch 0"), (_RIGHT[1], f"{last}")]
-    parts += [f'<text x="{x}" y="{_BOTTOM + 20}" text-anchor="middle">{t}</text>' for x, t in ticks]
+    ticks = [*zip(_layer_places(len(layers)), (f"layer {k}" for k in layers)),
+             (_RIGHT[0], "epoch 0"), (_RIGHT[1], f"{last}")]
+    parts = [_frame(_LEFT), _frame(_RIGHT)]
+    parts += [_text((a + b) / 2, 12, title) for (a, b), title in titles]
+    parts += [_text(x, _BOTTOM + 20, tick) for x, tick in ticks]
     return "".join(parts)
 
 # %% ../../nbs/lab/21_front.ipynb #b32089c1
 def _legend() -> str:
     "The candidates by colour."
-    parts = []
-    for i, (name, colour) in enumerate(CANDIDATES.items()):
-        x = 60 + 110 * i
-        parts.append(f'<rect x="{x}" y="270" width="22" height="4" fill="{colour}"/>'
-                     f'<text x="{x + 28}" y="277">{name}</text>')
-    return "".join(parts)
+    entry = ('<rect x="{}" y="270" width="22" height="4" fill="{}"/>'
+             '<text x="{}" y="277">{}</text>').format
+    named = enumerate(CANDIDATES.items())
+    return "".join(entry(60 + 110 * i, colour, 88 + 110 * i, name) for i, (name, colour) in named)
+
+# %% ../../nbs/lab/21_front.ipynb #288d712d
+def _epochs(table: pd.DataFrame) -> list[int]:
+    "The looks at the networks."
+    return sorted(int(e) for e in set(table.index.get_level_values("epoch")))
+
+# %% ../../nbs/lab/21_front.ipynb #d4cb64c9
+def _both_lines(course: pd.DataFrame, name: str, last: int) -> str:
+    "A candidate over the layers at the end, and on the first layer over training."
+    first = course.iloc[:, 0]
+    way = [(_spread(_RIGHT, e / last), _height(v)) for e, v in first.items()]
+    end = _line(_over_layers(course.iloc[-1]), CANDIDATES[name], f'data-candidate="{name}"')
+    return end + _line(way, CANDIDATES[name])
+
+# %% ../../nbs/lab/21_front.ipynb #52a076a3
+_NOW = (f'<line class="now" x1="{_RIGHT[1]}" x2="{_RIGHT[1]}" y1="{_TOP}" y2="{_BOTTOM}" '
+        'stroke="currentColor" stroke-dasharray="3 3"/>')
+_ALT = ("Correlation with W transposed W. At the end of training FACT is near one on every "
+        "layer; over training it stays low until late, while the root of AGOP is high early.")
 
 # %% ../../nbs/lab/21_front.ipynb #fc827dee
-def training_svg(table: pd.DataFrame, # of `over_training`
-                ) -> str: # SVG
+def training_svg(table: pd.DataFrame) -> str: # table: of `over_training`
     "The picture at the end of training."
-    layers = [int(k) for k in table.columns]
-    epochs = sorted(set(table.index.get_level_values("epoch")))
-    parts = [_axes(layers, int(epochs[-1])), _legend()]
-    for name, colour in CANDIDATES.items():
-        course = table.loc[name]
-        end = [(_spread(_LEFT, i / (len(layers) - 1)), _height(v))
-               for i, v in enumerate(course.iloc[-1])]
-        way = [(_spread(_RIGHT, e / epochs[-1]), _height(v)) for e, v in course.iloc[:, 0].items()]
-        parts += [_line(end, colour, f'data-candidate="{name}"'), _line(way, colour)]
-    parts.append(f'<line class="now" x1="{_RIGHT[1]}" x2="{_RIGHT[1]}" y1="{_TOP}" y2="{_BOTTOM}" '
-                 'stroke="currentColor" stroke-dasharray="3 3"/>')
-    alt = ("Correlation with W transposed W. At the end of training FACT is near one on every "
-           "layer; over training it stays low until late, while the root of AGOP is high early.")
-    return (f'<svg viewBox="0 0 720 285" role="img" aria-label="{alt}" font-size="13" '
-            f'font-family="sans-serif" fill="currentColor">{"".join(parts)}</svg>')
+    layers, last = [int(k) for k in table.columns], _epochs(table)[-1]
+    lines = [_both_lines(table.loc[name], name, last) for name in CANDIDATES]
+    parts = "".join([_axes(layers, last), _legend(), *lines, _NOW])
+    return (f'<svg viewBox="0 0 720 285" role="img" aria-label="{_ALT}" font-size="13" '
+            f'font-family="sans-serif" fill="currentColor">{parts}</svg>')
 
 # %% ../../nbs/lab/21_front.ipynb #16cbd45a
 _SCRIPT = """
@@ -165,15 +212,18 @@ _SCRIPT = """
 """
 
 # %% ../../nbs/lab/21_front.ipynb #4eb747a9
-def moving_points(table: pd.DataFrame, # of `over_training`
-                 ) -> dict[str, Any]: # what the script reads
+def moving_points(table: pd.DataFrame) -> dict[str, Any]: # what the script reads
     "The lines of the left panel at every look, and where the dashed line stands then."
-    epochs = sorted(int(e) for e in set(table.index.get_level_values("epoch")))
-    steps = max(1, len(table.columns) - 1)
-    place = lambda values: " ".join(f"{_spread(_LEFT, i / steps)},{_height(v)}"
-                                    for i, v in enumerate(values))
-    points = {q: [place(table.loc[(q, e)]) for e in epochs] for q in CANDIDATES}
+    epochs = _epochs(table)
+    points = {q: [_as_text(_over_layers(table.loc[(q, e)])) for e in epochs] for q in CANDIDATES}
     return dict(epochs=epochs, points=points, now=[_spread(_RIGHT, e / epochs[-1]) for e in epochs])
+
+# %% ../../nbs/lab/21_front.ipynb #5424ccca
+def _slider(epochs: Sequence[int]) -> str:
+    "A slider, hidden until the script runs."
+    last = len(epochs) - 1
+    return (f'<div class="slider" hidden><label>Training: <output>epoch {epochs[-1]}</output> '
+            f'<input type="range" min="0" max="{last}" value="{last}"></label></div>')
 
 # %% ../../nbs/lab/21_front.ipynb #efc4cc37
 class TrainingFigure:
@@ -183,21 +233,22 @@ class TrainingFigure:
 
     def _repr_html_(self) -> str:
         numbers = moving_points(self.table)
-        last = len(numbers["epochs"]) - 1
-        slider = ('<div class="slider" hidden><label>Training: <output>epoch '
-                  f'{numbers["epochs"][-1]}</output> <input type="range" min="0" max="{last}" '
-                  f'value="{last}"></label></div>')
         data = f'<script type="application/json" class="numbers">{json.dumps(numbers)}</script>'
-        return (f'<div class="training">{training_svg(self.table)}{slider}{data}'
-                f"<script>{_SCRIPT}</script></div>")
+        picture = training_svg(self.table) + _slider(numbers["epochs"])
+        return f'<div class="training">{picture}{data}<script>{_SCRIPT}</script></div>'
 
     def __repr__(self) -> str:
         return f"correlations with WᵀW at the end:\n{self.table.groupby(level=0).last().round(2)}"
 
+# %% ../../nbs/lab/21_front.ipynb #91162cc9
+def _experiments_of(row: Mapping[str, Any]) -> list[str]:
+    "The names of the experiments that decide a claim."
+    return [n for n in row["experiment"].split(", ") if n]
+
 # %% ../../nbs/lab/21_front.ipynb #e355708e
 def _criterion(row: Mapping[str, Any]) -> str:
     "The criterion in words, linked to its judge."
-    found = [registry()[n].judges.get(row["id"]) for n in row["experiment"].split(", ") if n]
+    found = [registry()[n].judges.get(row["id"]) for n in _experiments_of(row)]
     urls = [u for u in map(source_of_function, filter(None, found)) if u]
     code = "".join(f' <a href="{u}">code</a>' for u in urls)
     return f'<small>Criterion: {escape(row["criterion"])}{code}</small>'
@@ -205,27 +256,45 @@ def _criterion(row: Mapping[str, Any]) -> str:
 # %% ../../nbs/lab/21_front.ipynb #89ecb002
 def _experiment_links(row: Mapping[str, Any]) -> str:
     "The experiments that decide a claim, linked to their pages."
-    names = [n for n in row["experiment"].split(", ") if n]
-    return ", ".join(f'<a href="{experiment_pages()[n]}">{n}</a>' for n in names)
+    pages = experiment_pages()
+    return ", ".join(f'<a href="{pages[n]}">{n}</a>' for n in _experiments_of(row))
+
+# %% ../../nbs/lab/21_front.ipynb #c95d2563
+def _statement(row: Mapping[str, Any]) -> str:
+    "What is claimed, its id and its criterion."
+    return f'{escape(row["claim"])}<br><code>{escape(row["id"])}</code><br>{_criterion(row)}'
+
+# %% ../../nbs/lab/21_front.ipynb #bd2707a7
+def _where(row: Mapping[str, Any]) -> str:
+    "The place in the paper, linked to it; a claim of our own has none."
+    place = escape(row["where"])
+    return place if row["where"] == PAST else f'<a href="{PAPER}">{place}</a>'
+
+# %% ../../nbs/lab/21_front.ipynb #b5c1b7c5
+def _here(row: Mapping[str, Any]) -> str:
+    "Our value, and below it what there is to know about it."
+    note = f'<br><small>{escape(row["note"])}</small>' if row["note"] else ""
+    return (escape(row["ours"]) or "–") + note
 
 # %% ../../nbs/lab/21_front.ipynb #eb061c04
 def _cells(row: Mapping[str, Any]) -> list[tuple[str, str]]: # (label on a phone, HTML)
     "What the scorecard says about one claim."
-    note = f'<br><small>{escape(row["note"])}</small>' if row["note"] else ""
-    place = escape(row["where"])
-    where = place if row["where"] == PAST else f'<a href="{PAPER}">{place}</a>'
-    statement = f'{escape(row["claim"])}<br><code>{escape(row["id"])}</code><br>{_criterion(row)}'
-    return [("", chip(row["verdict"]) + mark_chips(row.get("marks", []))),
-            ("", statement), ("Where", where), ("Paper", escape(row["paper"]) or "–"),
-            ("Here", (escape(row["ours"]) or "–") + note), ("Experiment", _experiment_links(row))]
+    verdict = chip(row["verdict"]) + mark_chips(row.get("marks", []))
+    return [("", verdict), ("", _statement(row)), ("Where", _where(row)),
+            ("Paper", escape(row["paper"]) or "–"), ("Here", _here(row)),
+            ("Experiment", _experiment_links(row))]
+
+# %% ../../nbs/lab/21_front.ipynb #d866b855
+def _cell(label: str, html: str) -> str:
+    "A cell, with its label where a phone needs one."
+    return f'<td data-label="{label}">{html}</td>' if label else f"<td>{html}</td>"
 
 # %% ../../nbs/lab/21_front.ipynb #0bcb7f19
 def _row(row: Mapping[str, Any]) -> str:
     "One claim as a row that the filter understands."
-    cells = "".join(f'<td data-label="{label}">{html}</td>' if label else f"<td>{html}</td>"
-                    for label, html in _cells(row))
-    told = {"verdict": row["verdict"], "section": row["section"], "experiment": row["experiment"]}
-    data = " ".join(f'data-{k}="{escape(str(v), quote=True)}"' for k, v in told.items())
+    told = {k: escape(str(row[k]), quote=True) for k in ("verdict", "section", "experiment")}
+    data = " ".join(f'data-{k}="{v}"' for k, v in told.items())
+    cells = "".join(_cell(*cell) for cell in _cells(row))
     return f'<tr id="{row["id"]}" {data}>{cells}</tr>'
 
 # %% ../../nbs/lab/21_front.ipynb #9d94a0d6
@@ -257,76 +326,88 @@ _FILTER = """
 })();
 """
 
+# %% ../../nbs/lab/21_front.ipynb #0884b818
+def _form(rows: _Rows) -> str:
+    "The menus of the filter and its field for words; hidden until the script runs."
+    names = sorted(n for r in rows for n in _experiments_of(r))
+    menus = (_choice("verdict", tally(rows)) + _choice("section", (r["section"] for r in rows))
+             + _choice("experiment", names))
+    words = '<label>Words<input name="words" type="search"></label><output></output>'
+    return f'<form class="scorecard-filter" hidden>{menus}{words}</form>'
+
+# %% ../../nbs/lab/21_front.ipynb #d695595f
+def _table(rows: _Rows) -> str:
+    "All claims under the heads of the columns."
+    heads = ("Verdict", "Claim", "Where", "Paper", "Here", "Experiment")
+    top = "".join(f'<th scope="col">{h}</th>' for h in heads)
+    body = "".join(_row(r) for r in rows)
+    return (f'<table class="scorecard" data-quarto-disable-processing="true">'
+            f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>")
+
 # %% ../../nbs/lab/21_front.ipynb #28c6f1c4
 class ScorecardPage:
     "Every claim with its verdict: totals first, then a table to filter."
-    def __init__(self, rows: Sequence[Mapping[str, Any]] | None = None): # by default the committed
-        self.rows = list(committed_scorecard() if rows is None else rows)
-
-    def _form(self) -> str:
-        names = [n for r in self.rows for n in r["experiment"].split(", ") if n]
-        sections = (r["section"] for r in self.rows)
-        menus = [_choice("verdict", tally(self.rows)), _choice("section", sections),
-                 _choice("experiment", sorted(names))]
-        words = '<label>Words<input name="words" type="search"></label><output></output>'
-        return f'<form class="scorecard-filter" hidden>{"".join(menus)}{words}</form>'
+    def __init__(self, rows: _Rows | None = None): # by default the committed
+        self.rows = list(_or_committed(rows))
 
     def _repr_html_(self) -> str:
-        heads = ("Verdict", "Claim", "Where", "Paper", "Here", "Experiment")
-        top = "".join(f'<th scope="col">{h}</th>' for h in heads)
-        body = "".join(_row(r) for r in self.rows)
-        table = (f'<table class="scorecard" data-quarto-disable-processing="true">'
-                 f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>")
-        return f"<div>{self._form()}{table}<script>{_FILTER}</script></div>"
+        return f"<div>{_form(self.rows)}{_table(self.rows)}<script>{_FILTER}</script></div>"
 
     def __repr__(self) -> str:
         return "\n".join(f'{r["id"]:28} {r["verdict"]}' for r in self.rows)
 
+# %% ../../nbs/lab/21_front.ipynb #e3ad037a
+def _with_few_colours(picture: io.BytesIO) -> bytes:
+    "A picture as a PNG of 64 colours."
+    small = io.BytesIO()
+    few = Image.open(picture).quantize(64, method=Image.Quantize.FASTOCTREE)
+    few.save(small, "PNG", optimize=True)
+    return small.getvalue()
+
 # %% ../../nbs/lab/21_front.ipynb #a6c211b5
-def thumbnail(fig: Figure, # of an experiment
-              r: Result, # what it is drawn from
-             ) -> str: # the picture, as an address that holds it
-    "A figure as a small PNG with a transparent ground."
-    drawn = fig.draw(r)
-    full, small = io.BytesIO(), io.BytesIO()
+def thumbnail(fig: Figure, r: Result) -> str: # the picture, as an address that holds it
+    "A figure of an experiment as a small PNG with a transparent ground."
+    drawn, full = fig.draw(r), io.BytesIO()
     drawn.savefig(full, dpi=90, bbox_inches="tight", transparent=True)
     plt.close(drawn)
-    few = Image.open(full).quantize(64, method=Image.Quantize.FASTOCTREE)
-    few.save(small, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(small.getvalue()).decode()
+    return "data:image/png;base64," + base64.b64encode(_with_few_colours(full)).decode()
+
+# %% ../../nbs/lab/21_front.ipynb #ccae6b92
+def _picture(fig: Figure, r: Result, page: str) -> str:
+    "A figure, small, with its caption and a link to its page."
+    alt = escape(fig.alt, quote=True)
+    image = f'<a href="{page}"><img src="{thumbnail(fig, r)}" alt="{alt}"></a>'
+    return f"<figure>{image}<figcaption>{escape(fig.caption)}</figcaption></figure>"
 
 # %% ../../nbs/lab/21_front.ipynb #202d3559
-def _shelf(name: str, # of an experiment
-           r: Result, # its result
-          ) -> str:
+def _shelf(name: str, r: Result) -> str:
     "All figures of one experiment under its title."
     exp, page = registry()[name], experiment_pages()[name]
-    pictures = [f'<figure><a href="{page}"><img src="{thumbnail(f, r)}" '
-                f'alt="{escape(f.alt, quote=True)}"></a>'
-                f"<figcaption>{escape(f.caption)}</figcaption></figure>"
-                for f in exp.figures.values()]
+    pictures = "".join(_picture(fig, r, page) for fig in exp.figures.values())
     title = escape(exp.title[:1].upper() + exp.title[1:])
     return (f'<h2 id="{name}"><a href="{page}">{title}</a></h2>'
-            f'<div class="thumbnails">{"".join(pictures)}</div>')
+            f'<div class="thumbnails">{pictures}</div>')
+
+# %% ../../nbs/lab/21_front.ipynb #87baffd1
+def _committed_only(names: Iterable[str]) -> dict[str, Result]:
+    "The committed results of these experiments, as far as there are any."
+    found = {}
+    for name in names:
+        with suppress(FileNotFoundError):
+            found[name] = committed(name)
+    return found
 
 # %% ../../nbs/lab/21_front.ipynb #589e7856
 class Gallery:
     "Every figure of the experiments that have a committed result."
     def __init__(self, names: Iterable[str] | None = None): # experiments; by default all
-        self.results = {}
-        for name in registry() if names is None else names:
-            try:
-                self.results[name] = committed(name)
-            except FileNotFoundError: # nothing committed yet: no shelf
-                continue
+        self.results = _committed_only(registry() if names is None else names)
 
     @cached_property
     def html(self) -> str:
         "The shelves, drawn once."
         return "".join(_shelf(name, r) for name, r in self.results.items())
 
-    def _repr_html_(self) -> str:
-        return self.html
-
+    def _repr_html_(self) -> str: return self.html
     def __repr__(self) -> str:
         return "\n".join(f"{n}: {', '.join(registry()[n].figures)}" for n in self.results)

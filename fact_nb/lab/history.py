@@ -16,14 +16,20 @@ from typing import Any, Mapping
 from .claims import BadLedger, Claim
 
 # %% ../../nbs/lab/14_history.ipynb #19b23da7
-def wording_hash(claim: str, # the statement
-                 criterion: str, # what must be seen
-                 thresholds: Mapping[str, float], # its numbers
-                ) -> str: # 16 hexadecimal digits
+def wording_hash(
+    claim: str, # the statement
+    criterion: str, # what must be seen
+    thresholds: Mapping[str, float], # its numbers
+) -> str: # 16 hexadecimal digits
     "A hash of what decides a claim."
     numbers = {k: float(v) for k, v in sorted(thresholds.items())}
     text = json.dumps([claim, criterion, numbers], ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+# %% ../../nbs/lab/14_history.ipynb #1990c0f7
+def _own_hash(c: "Claim | Wording") -> str:
+    "The hash of a claim or of one of its wordings, from its words."
+    return wording_hash(c.claim, c.criterion, c.thresholds)
 
 # %% ../../nbs/lab/14_history.ipynb #8f1a600a
 @dataclass(frozen=True)
@@ -31,27 +37,24 @@ class Wording:
     "How a claim read from a day on."
     id: str # of the claim
     date: str # since when
-    claim: str # the statement
-    criterion: str # what had to be seen
+    claim: str
+    criterion: str
     hash: str # of the two and the thresholds
     thresholds: Mapping[str, float] = field(default_factory=dict)
     why: str = "" # it was changed; empty for the first
 
 # %% ../../nbs/lab/14_history.ipynb #b129e584
-def _checked_wording(entry: Mapping[str, Any], # of the file
-                     first: bool, # of its claim
-                    ) -> Wording:
+def _checked_wording(entry: Mapping[str, Any], first: bool) -> Wording: # first: of its claim
     "An entry of the file; BadLedger where its hash is not its own or a reason is missing."
     w = Wording(**dict(entry) | dict(date=str(entry["date"])))
-    own = wording_hash(w.claim, w.criterion, w.thresholds)
-    if own != w.hash: raise BadLedger(f"history of {w.id}, {w.date}: its hash would be {own}")
-    if not first and not w.why: raise BadLedger(f"history of {w.id}, {w.date}: why is missing")
+    own, where = _own_hash(w), f"history of {w.id}, {w.date}"
+    if own != w.hash: raise BadLedger(f"{where}: its hash would be {own}")
+    if not first and not w.why: raise BadLedger(f"{where}: why is missing")
     return w
 
 # %% ../../nbs/lab/14_history.ipynb #5d7ec9ef
-def read_history(text: str, # of the file
-                ) -> dict[str, list[Wording]]: # by claim, oldest first
-    "All wordings of all claims."
+def read_history(text: str) -> dict[str, list[Wording]]: # by claim, oldest first
+    "All wordings of all claims, from the text of the file."
     found: dict[str, list[Wording]] = {}
     for entry in tomllib.loads(text)["wording"]:
         before = found.setdefault(entry["id"], [])
@@ -63,31 +66,38 @@ _FILE = files("fact_nb.lab")/"history.toml"
 HISTORY: dict[str, list[Wording]] = read_history(_FILE.read_text(encoding="utf-8"))
 
 # %% ../../nbs/lab/14_history.ipynb #93557eff
-def unrecorded(ledger: Mapping[str, Claim],
-               history: Mapping[str, list[Wording]],
-              ) -> list[str]: # ids
+def unrecorded(
+    ledger: Mapping[str, Claim],
+    history: Mapping[str, list[Wording]],
+) -> list[str]: # ids
     "Claims whose words or numbers are not those of their last line in the history."
-    now = {c.id: wording_hash(c.claim, c.criterion, c.thresholds) for c in ledger.values()}
+    now = {c.id: _own_hash(c) for c in ledger.values()}
     last = {id: lines[-1].hash for id, lines in history.items()}
     return [id for id in now | last if now.get(id) != last.get(id)]
 
+# %% ../../nbs/lab/14_history.ipynb #17c738b8
+def _as_toml(value: str | Mapping[str, float]) -> str:
+    "Text in quotation marks; thresholds as a table of TOML."
+    if isinstance(value, str): return json.dumps(value, ensure_ascii=False)
+    numbers = ", ".join(f"{k} = {float(v)!r}" for k, v in value.items())
+    return f"{{ {numbers} }}"
+
 # %% ../../nbs/lab/14_history.ipynb #95008483
-def line_for(c: Claim, # as it is now in the ledger
-             date: str, # today, 2026-11-18
-             why: str, # it was changed
-            ) -> str: # for the end of its wordings in history.toml
+def line_for(
+    c: Claim, # as it is now in the ledger
+    date: str, # today, 2026-11-18
+    why: str, # it was changed
+) -> str: # for the end of its wordings in history.toml
     "The entry of the history for the present wording of a claim."
-    quoted = lambda text: json.dumps(text, ensure_ascii=False)
-    numbers = ", ".join(f"{k} = {float(v)!r}" for k, v in c.thresholds.items())
-    lines = ["[[wording]]", f"id = {quoted(c.id)}", f"date = {date}", f"claim = {quoted(c.claim)}",
-             f"criterion = {quoted(c.criterion)}", f"thresholds = {{ {numbers} }}",
-             f"why = {quoted(why)}",
-             f"hash = {quoted(wording_hash(c.claim, c.criterion, c.thresholds))}"]
-    return "\n".join(lines) + "\n"
+    words: dict[str, str | Mapping[str, float]] = dict(
+        claim=c.claim, criterion=c.criterion, thresholds=c.thresholds, why=why, hash=_own_hash(c))
+    lines = [f"{key} = {_as_toml(value)}" for key, value in words.items()]
+    head = ["[[wording]]", f"id = {_as_toml(c.id)}", f"date = {date}"]
+    return "\n".join(head + lines) + "\n"
 
 # %% ../../nbs/lab/14_history.ipynb #bfcf53fb
 def changes_of(id: str) -> list[dict[str, str]]: # oldest first; empty when it never changed
     "The wordings of a claim that was changed, for a page: date, claim, criterion, why."
     lines = HISTORY.get(id, [])
-    if len(lines) < 2: return []
-    return [dict(date=w.date, claim=w.claim, criterion=w.criterion, why=w.why) for w in lines]
+    told = ("date", "claim", "criterion", "why")
+    return [{k: getattr(w, k) for k in told} for w in lines] if len(lines) > 1 else []

@@ -35,29 +35,45 @@ SOURCES: dict[str, Callable[[], Images]] = dict(mnist=mnist, cifar10=cifar10, di
 TITLES = dict(mnist="MNIST", cifar10="CIFAR-10", digits="digits") # in figures and verdicts
 
 # %% ../../nbs/lab/07_image_networks.ipynb #7188b51d
-def images(name: str, # mnist, cifar10 or digits
-           n: int = 0, # training images, classes balanced; 0 for all
-          ) -> Flat:
+def images(
+    name: str, # mnist, cifar10 or digits
+    n: int = 0, # training images, classes balanced; 0 for all
+) -> Flat:
     "An image set as flat scaled inputs and one-hot targets."
+    return flatten(subset(_full_set(name), n or None))
+
+# %% ../../nbs/lab/07_image_networks.ipynb #25e8987e
+def _full_set(name: str) -> Images:
+    "An image set, or a UsageError that says how to get it."
     try:
-        full = SOURCES[name]()
+        return SOURCES[name]()
     except DataUnavailable as e:
         raise UsageError(str(e)) from None
-    return flatten(subset(full, n or None))
 
 # %% ../../nbs/lab/07_image_networks.ipynb #31cbb354
-def on_device(data: Flat,
-              device: torch.device, # where the network is
-             ) -> Flat:
+def on_device(
+    data: Flat,
+    device: torch.device, # where the network is
+) -> Flat:
     "The same images and targets on a device."
     return Flat(*(t.to(device) for t in (data.X, data.Y, data.X_test, data.Y_test)))
 
 # %% ../../nbs/lab/07_image_networks.ipynb #b05c00db
-def require_known(names: Iterable[str], # of data sets
-                  field_names: str, # the settings they were given in
-                 ) -> None:
+def require_known(
+    names: Iterable[str], # of data sets
+    field_names: str, # the settings they were given in
+) -> None:
     "Raise a UsageError unless these data sets exist."
     require(set(names) <= set(SOURCES), f"{field_names} must be among {', '.join(SOURCES)}")
+
+# %% ../../nbs/lab/07_image_networks.ipynb #09d16c66
+def _check_networks(cfg: "Networks") -> None:
+    "Raise a UsageError for settings that make no network."
+    require_known(cfg.datasets, "datasets")
+    require(cfg.lam > 0, f"lam must be positive (FACT divides by it), it is {cfg.lam:g}")
+    require(cfg.n >= 0 and cfg.seeds >= 1, "n must not be negative, seeds at least 1")
+    sizes = (cfg.width, cfg.width_cifar10, cfg.hidden, cfg.epochs, cfg.batch)
+    require(min(sizes) >= 1, "widths, hidden, epochs and batch must be at least 1")
 
 # %% ../../nbs/lab/07_image_networks.ipynb #5afbbebb
 @dataclass(frozen=True)
@@ -78,64 +94,66 @@ class Networks:
 
     def check(self) -> None:
         "Raise a UsageError for settings that make no network."
-        require_known(self.datasets, "datasets")
-        require(self.lam > 0, f"lam must be positive (FACT divides by it), it is {self.lam:g}")
-        require(self.n >= 0 and self.seeds >= 1, "n must not be negative, seeds at least 1")
-        sizes = (self.width, self.width_cifar10, self.hidden, self.epochs, self.batch)
-        require(min(sizes) >= 1, "widths, hidden, epochs and batch must be at least 1")
+        _check_networks(self)
+
+# %% ../../nbs/lab/07_image_networks.ipynb #04a07baa
+def _width(name: str, width: int, width_cifar10: int) -> int:
+    "Of the hidden layers, on this data set."
+    return width_cifar10 if name == "cifar10" else width
 
 # %% ../../nbs/lab/07_image_networks.ipynb #1db68c50
 ALL_IMAGES = dict(mnist=60_000, cifar10=50_000, digits=1500) # for training
 
-def image_sizes(config: Mapping[str, Any], # settings
-                unit: Mapping[str, Any], # with its data set
-               ) -> dict[str, float]:
+def image_sizes(config: Mapping[str, Any], unit: Mapping[str, Any]) -> dict[str, float]:
     "Images, width, hidden layers and epochs of a unit; none where it trains no such network."
     name = unit.get("dataset")
     if name is None: return {}
-    width = config["width_cifar10"] if name == "cifar10" else config["width"]
+    width = _width(name, config["width"], config["width_cifar10"])
     return dict(images=config["n"] or ALL_IMAGES[name], width=width, hidden=config["hidden"],
                 epochs=config["epochs"])
 
 # %% ../../nbs/lab/07_image_networks.ipynb #0f6353f3
-def network(cfg: Networks,
-            name: str, # of the data set
-            d: int, # inputs
-            c: int, # outputs
-            seed: int, # of the initial weights
-           ) -> nn.Sequential:
+def network(
+    cfg: Networks,
+    name: str, # of the data set
+    d: int, # inputs
+    c: int, # outputs
+    seed: int, # of the initial weights
+) -> nn.Sequential:
     "The paper's network for a data set: ReLU, PyTorch's own initialisation."
-    width = cfg.width_cifar10 if name == "cifar10" else cfg.width
-    with seeded(seed): return mlp(d, c, width, cfg.hidden)
+    with seeded(seed): return mlp(d, c, _width(name, cfg.width, cfg.width_cifar10), cfg.hidden)
 
 # %% ../../nbs/lab/07_image_networks.ipynb #0032f791
-def recipe(cfg: Networks,
-           seed: int, # of the order of samples
-           schedule: str, # cosine or constant
-          ) -> Recipe:
+def recipe(
+    cfg: Networks,
+    seed: int, # of the order of samples
+    schedule: str, # cosine or constant
+) -> Recipe:
     "The minibatch phase."
     return Recipe(epochs=cfg.epochs, lr=cfg.lr, weight_decay=cfg.lam, batch_size=cfg.batch,
                   momentum=cfg.momentum, schedule=schedule, seed=seed,
                   residual_every=max(1, cfg.epochs // 10))
 
 # %% ../../nbs/lab/07_image_networks.ipynb #da55219f
-def train_on(net: nn.Module, # trained in place
-             data: Flat,
-             r: Recipe,
-             ctx: Context, # of the unit
-             callbacks: Sequence[Callable] = (),
-             file: str = "train.pt", # the checkpoint, in the unit's scratch folder
-            ) -> Training:
+def train_on(
+    net: nn.Module, # trained in place
+    data: Flat,
+    r: Recipe,
+    ctx: Context, # of the unit
+    callbacks: Sequence[Callable] = (),
+    file: str = "train.pt", # the checkpoint, in the unit's scratch folder
+) -> Training:
     "Train a network by squared loss, from the unit's checkpoint on if there is one."
     return train(net, F.mse_loss, data.X, data.Y, r, callbacks=callbacks,
                  checkpoint=ctx.scratch / file, save_every=ctx.save_every, progress=ctx.progress)
 
 # %% ../../nbs/lab/07_image_networks.ipynb #2948f886
-def measure_on(net: nn.Module,
-               data: Flat, # its training images are used
-               lam: float, # weight decay λ of the training
-              ) -> Report:
-    "All quantities of all layers, over all training images."
+def measure_on(
+    net: nn.Module,
+    data: Flat, # its training images are used
+    lam: float, # weight decay λ of the training
+) -> Report:
+    "All quantities of all layers."
     return measure(net, F.mse_loss, Batches(data.X, data.Y, 1000), lam)
 
 # %% ../../nbs/lab/07_image_networks.ipynb #d59c3455
@@ -144,19 +162,20 @@ def score(net: nn.Module, X: Tensor, Y: Tensor) -> dict[str, float]: # loss, acc
     return evaluate(net, F.mse_loss, Batches(X, Y, 4096))
 
 # %% ../../nbs/lab/07_image_networks.ipynb #0d8884e0
-IMAGE_SIZES = dict(mnist=(60_000, 784), cifar10=(50_000, 3072), digits=(1500, 64)) # images, pixels
+_PIXELS = dict(mnist=784, cifar10=3072, digits=64)
+IMAGE_SIZES = {name: (ALL_IMAGES[name], d) for name, d in _PIXELS.items()} # images, pixels
 
 # %% ../../nbs/lab/07_image_networks.ipynb #6dc60dd1
-def network_work(cfg: Networks,
-                 name: str, # of the data set
-                 looks: int = 1, # at all quantities
-                 layers: int | None = None, # whose roots are taken
-                ) -> Work:
+def network_work(
+    cfg: Networks,
+    name: str, # of the data set
+    looks: int = 1, # at all quantities
+    layers: int | None = None, # whose roots are taken
+) -> Work:
     "Training one of these networks and looking at it."
     full, d = IMAGE_SIZES[name]
     rows = min(cfg.n or full, full)
-    width = cfg.width_cifar10 if name == "cifar10" else cfg.width
-    shapes = mlp_shapes(d, 10, width, cfg.hidden)
+    shapes = mlp_shapes(d, 10, _width(name, cfg.width, cfg.width_cifar10), cfg.hidden)
     residuals = training_work(shapes, rows, 4096, 10)
     return (training_work(shapes, rows, cfg.batch, cfg.epochs) + residuals
             + look_work(shapes, rows, layers) * looks)
@@ -166,15 +185,11 @@ FORWARD = ("FACT", "√(FACT·FACTᵀ)", "AGOP", "AGOP^½", "eNFA", "eNFA^½")
 BACKWARD = ("bFACT", "√(bFACT·bFACTᵀ)", "bAGOP", "bAGOP^½", "beNFA", "beNFA^½")
 
 # %% ../../nbs/lab/07_image_networks.ipynb #cd35eb4f
-def _forms(fact: Tensor,
-           agop: Tensor,
-           enfa: Tensor,
-           basis: Tensor | None = None, # of the space in which they live
-          ) -> tuple[Tensor, ...]: # in the order of FORWARD
-    "FACT and its symmetric root; AGOP and eNFA, each with its square root."
+def _forms(fact: Tensor, agop: Tensor, enfa: Tensor, basis: Tensor | None = None) -> list[Tensor]:
+    "Six candidates in the order of FORWARD; basis: of the space in which they live."
     root = variants("FACT", fact, Q=basis)["√(FACT·FACTᵀ)"]
     half = lambda A: variants("AGOP", A, .5, basis)["AGOP^½"]
-    return fact, root, agop, half(agop), enfa, half(enfa)
+    return [fact, root, agop, half(agop), enfa, half(enfa)]
 
 # %% ../../nbs/lab/07_image_networks.ipynb #aeb34376
 def candidates(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]: # name → (N, its prediction)
@@ -210,17 +225,16 @@ CANDIDATE_LOOKS = {"FACT": "FACT", "√(FACT·FACTᵀ)": "sqrt", "AGOP": "AGOP",
                    "eNFA": "eNFA"}
 
 # %% ../../nbs/lab/07_image_networks.ipynb #36a37d67
-def look_of(name: str, # of a candidate, forward or backward
-           ) -> dict[str, Any]: # for plt.plot
+def look_of(
+    name: str, # of a candidate, forward or backward
+) -> dict[str, Any]: # for plt.plot
     "Colour, marker and dash of a candidate."
     forward = dict(zip(BACKWARD, FORWARD)).get(name, name)
     return look(CANDIDATE_LOOKS[forward])
 
 # %% ../../nbs/lab/07_image_networks.ipynb #9ca5d59d
-def legend_below(fig: MplFigure,
-                 ncols: int = 5, # entries in a row
-                ) -> None:
-    "One legend for all panels, below them."
+def legend_below(fig: MplFigure, ncols: int = 5) -> None:
+    "One legend for all panels, below them, with so many entries in a row."
     for old in fig.legends:
         old.remove()
     lines, labels = fig.axes[0].get_legend_handles_labels()
@@ -232,8 +246,9 @@ def shown(df: pd.DataFrame) -> list[str]:
     return [k for k in TITLES if k in set(df.dataset)]
 
 # %% ../../nbs/lab/07_image_networks.ipynb #e37af4ab
-def listed(values: Iterable[float],
-           places: int = 2, # behind the point
-          ) -> str:
+def listed(
+    values: Iterable[float],
+    places: int = 2, # behind the point
+) -> str:
     "Numbers for a sentence, one a layer."
     return ", ".join(f"{v:.{places}f}" for v in values)

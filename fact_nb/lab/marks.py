@@ -11,8 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, TypedDict
 
 from .claims import LEDGER
-from .experiment import CHANGED, HOLDS, NOT_RUN
-from .experiment import Experiment, Judgement, settings
+from .experiment import CHANGED, HOLDS, NOT_RUN, Experiment, Judgement, settings
 from .store import Result, StoredUnit
 
 # %% ../../nbs/lab/13_marks.ipynb #4b32d839
@@ -25,13 +24,12 @@ class Mark(TypedDict):
     detail: str # in words
 
 # %% ../../nbs/lab/13_marks.ipynb #d4f37176
-Sizes = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, float]]
+_Fields = Mapping[str, Any] # of a configuration, or of a unit
+Sizes = Callable[[_Fields, _Fields], Mapping[str, float]]
 
 def field_sizes(*names: str) -> Sizes: # of fields that count
     "Sizes that are fields of the configuration, or of the unit where it has one of that name."
-    def sizes(config: Mapping[str, Any], unit: Mapping[str, Any]) -> dict[str, float]:
-        return {k: unit[k] if k in unit else config[k] for k in names}
-    return sizes
+    return lambda config, unit: {k: unit[k] if k in unit else config[k] for k in names}
 
 # %% ../../nbs/lab/13_marks.ipynb #b4976b95
 class SizeGap(NamedTuple):
@@ -39,21 +37,31 @@ class SizeGap(NamedTuple):
     here: float
     paper: float
 
+    def is_below(self, other: "SizeGap") -> bool:
+        "Is the share of the paper's size smaller?"
+        return self.here * other.paper < other.here * self.paper
+
+# %% ../../nbs/lab/13_marks.ipynb #cdd1bff9
+_Gaps = dict[str, SizeGap] # by name of a size
+
+def _gaps_of_unit(exp: Experiment, config: _Fields, paper: _Fields, unit: _Fields) -> _Gaps:
+    "The sizes of one unit beside those of its counterpart in the paper."
+    here = exp.sizes(config, unit)
+    same = {k: v for k, v in unit.items() if k not in here and k != "setting"}
+    return {k: SizeGap(here[k], size) for k, size in exp.sizes(paper, same).items()}
+
 # %% ../../nbs/lab/13_marks.ipynb #ae3f7f32
-def size_gaps(exp: Experiment,
-              config: Mapping[str, Any], # of the run
-              units: Iterable[StoredUnit],
-             ) -> dict[str, SizeGap]: # by name: the smallest against the paper's
+def size_gaps(
+    exp: Experiment,
+    config: _Fields, # of the run
+    units: Iterable[StoredUnit],
+) -> dict[str, SizeGap]: # by name: the smallest against the paper's
     "What is smaller in these units than in the preset `paper`."
     if "paper" not in exp.presets: return {}
-    paper, found = settings(exp.presets["paper"]), dict[str, SizeGap]()
+    paper, found = settings(exp.presets["paper"]), _Gaps()
     for u in units:
-        here = exp.sizes(config, u.params)
-        same = {k: v for k, v in u.params.items() if k not in here and k != "setting"}
-        for name, size in exp.sizes(paper, same).items():
-            gap = SizeGap(here[name], size)
-            least = found.get(name, SizeGap(1, 1))
-            if gap.here < gap.paper and gap.here * least.paper < least.here * gap.paper:
+        for name, gap in _gaps_of_unit(exp, config, paper, u.params).items():
+            if gap.here < gap.paper and gap.is_below(found.get(name, SizeGap(1, 1))):
                 found[name] = gap
     return found
 
@@ -61,30 +69,36 @@ def size_gaps(exp: Experiment,
 def _size_in_words(gaps: Mapping[str, SizeGap]) -> str:
     return ", ".join(f"{k} {g.here:,g} of {g.paper:,g}" for k, g in gaps.items())
 
-# %% ../../nbs/lab/13_marks.ipynb #mk000011
-def seeds_in_words(units: Iterable[StoredUnit]) -> str: # "" where nothing has a seed
-    "How many seeds each group of units has: '3', or '1 to 3'."
+# %% ../../nbs/lab/13_marks.ipynb #8daac463
+def _seed_counts(units: Iterable[StoredUnit]) -> list[int]:
+    "How many seeds each group of units has, the fewest first."
     groups: dict[tuple, set[int]] = {}
     for u in units:
         if "seed" not in u.params: continue
         rest = tuple((k, v) for k, v in u.params.items() if k != "seed")
         groups.setdefault(rest, set()).add(u.params["seed"])
-    counts = sorted({len(seeds) for seeds in groups.values()})
-    return " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]]))) if counts else ""
+    return sorted(len(seeds) for seeds in groups.values())
+
+# %% ../../nbs/lab/13_marks.ipynb #mk000011
+def seeds_in_words(units: Iterable[StoredUnit]) -> str: # "" where nothing has a seed
+    "How many seeds there are: '3', or '1 to 3'."
+    counts = _seed_counts(units)
+    return " to ".join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]])))
 
 # %% ../../nbs/lab/13_marks.ipynb #5f99c400
-def marks_of(exp: Experiment,
-             id: str, # of the claim
-             r: Result, # that was judged
-             j: Judgement,
-            ) -> list[Mark]:
+def marks_of(
+    exp: Experiment,
+    id: str, # of the claim
+    r: Result, # that was judged
+    j: Judgement,
+) -> list[Mark]:
     "What a reader must know about this verdict."
     units = r.units if j.units is None else j.units
     kind = LEDGER[id].kind
-    sizeless = kind in ("identity", "construction")
-    gaps = {} if sizeless else size_gaps(exp, r.config, units)
-    possible = {SMALLER: _size_in_words(gaps), SEEDS: seeds_in_words(units), VACUOUS: j.vacuous,
-                CONSTRUCTED: "no run could show otherwise" if kind == "construction" else ""}
+    built = "no run could show otherwise" if kind == "construction" else ""
+    gaps = {} if kind in ("identity", "construction") else size_gaps(exp, r.config, units)
+    possible = {SMALLER: _size_in_words(gaps), SEEDS: seeds_in_words(units),
+                VACUOUS: j.vacuous, CONSTRUCTED: built}
     return [Mark(mark=name, detail=detail) for name, detail in possible.items() if detail]
 
 # %% ../../nbs/lab/13_marks.ipynb #faeb4d99
@@ -99,33 +113,38 @@ def marked(exp: Experiment, id: str, r: Result, j: Judgement) -> Marked:
     marks = marks_of(exp, id, r, j)
     names = {m["mark"] for m in marks}
     if VACUOUS in names: return Marked(NOT_RUN, marks)
-    if SMALLER in names and j.verdict == HOLDS: return Marked(CHANGED, marks)
-    return Marked(j.verdict, marks)
+    smaller = SMALLER in names and j.verdict == HOLDS
+    return Marked(CHANGED if smaller else j.verdict, marks)
+
+# %% ../../nbs/lab/13_marks.ipynb #a608408f
+def _with_values(units: Iterable[StoredUnit], values: Mapping[str, tuple]) -> tuple:
+    "The units whose parameters have one of these values each."
+    return tuple(u for u in units if all(u.params.get(k) in v for k, v in values.items()))
 
 # %% ../../nbs/lab/13_marks.ipynb #mk000002
 Decide = Callable[[Result], Judgement | None]
 
-def resting_on(decide: Decide, # a judge
-               **values: tuple, # of a unit's parameters
-              ) -> Decide:
+def resting_on(
+    decide: Decide, # a judge
+    **values: tuple, # of a unit's parameters
+) -> Decide:
     "The same judge, whose verdict rests on the units that have one of these values."
     def decided(r: Result) -> Judgement | None:
         j = decide(r)
         if j is None or j.units is not None: return j
-        fits = lambda u: all(u.params.get(k) in v for k, v in values.items())
-        return replace(j, units=tuple(filter(fits, r.units)))
+        return replace(j, units=_with_values(r.units, values))
     return decided
+
+# %% ../../nbs/lab/13_marks.ipynb #a0876a0a
+def _mark_in_words(m: Mark) -> str:
+    "One mark: '3 seeds', or its name with the detail behind it."
+    if m["mark"] != SEEDS: return f"{m['mark']} ({m['detail']})"
+    return f"{m['detail']} {SEEDS if m['detail'] != '1' else 'seed'}"
 
 # %% ../../nbs/lab/13_marks.ipynb #c85a96e3
 def marks_in_words(marks: Iterable[Mark]) -> str:
     "The marks in one line: 'smaller than the paper (n 2,000 of 60,000); 3 seeds'."
-    words = []
-    for m in marks:
-        if m["mark"] == SEEDS:
-            words.append(f"{m['detail']} {SEEDS if m['detail'] != '1' else 'seed'}")
-            continue
-        words.append(f"{m['mark']} ({m['detail']})")
-    return "; ".join(words)
+    return "; ".join(_mark_in_words(m) for m in marks)
 
 # %% ../../nbs/lab/13_marks.ipynb #68b3f2d1
 def estimates_as_rows(j: Judgement) -> list[dict[str, Any]]:

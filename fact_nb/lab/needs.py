@@ -10,7 +10,8 @@ __all__ = ['Shape', 'ROOT_FLOPS', 'REFERENCE', 'CHAIN', 'Work', 'mlp_shapes', 't
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 # %% ../../nbs/lab/19_needs.ipynb #eef9e0f7
@@ -34,58 +35,68 @@ class Work:
                     self.cpu_only or other.cpu_only, self.double or other.double)
 
     def __mul__(self, times: float) -> "Work":
-        return Work(self.flops * times, self.flops64 * times, self.steps * times, self.bytes,
-                    self.cpu_only, self.double)
+        return replace(self, flops=self.flops * times, flops64=self.flops64 * times,
+                       steps=self.steps * times)
 
 # %% ../../nbs/lab/19_needs.ipynb #8b0e6c02
 Shape = tuple[int, int] # inputs and outputs of a layer
 
-def mlp_shapes(d: int, # inputs
-               c: int, # outputs
-               width: int, # of the hidden layers
-               hidden: int, # how many
-              ) -> list[Shape]:
+def mlp_shapes(
+    d: int, # inputs
+    c: int, # outputs
+    width: int, # of the hidden layers
+    hidden: int, # how many
+) -> list[Shape]:
     "The layers of a multilayer perceptron."
     sizes = [d, *[width] * hidden, c]
     return list(zip(sizes, sizes[1:]))
 
+# %% ../../nbs/lab/19_needs.ipynb #0123d9cc
+def _weights(shapes: Sequence[Shape]) -> int: return sum(a * b for a, b in shapes)
+
 # %% ../../nbs/lab/19_needs.ipynb #514eeac5
-def training_work(shapes: Sequence[Shape], # of the layers
-                  rows: int, # of the data
-                  batch: int, # rows of a step
-                  epochs: int, # passes over the data
-                 ) -> Work:
+def training_work(
+    shapes: Sequence[Shape], # of the layers
+    rows: int, # of the data
+    batch: int, # rows of a step
+    epochs: int, # passes over the data
+) -> Work:
     "Minibatch SGD with momentum."
-    weights = sum(a * b for a, b in shapes)
-    steps = epochs * math.ceil(rows / batch)
+    weights, steps = _weights(shapes), epochs * math.ceil(rows / batch)
     held = 4 * (4 * weights + rows * (shapes[0][0] + shapes[-1][1])) # W, its gradient, momentum
     return Work(6. * weights * rows * epochs, steps=steps * (14 * len(shapes) + 20), bytes=held)
 
-# %% ../../nbs/lab/19_needs.ipynb #6af1e412
+# %% ../../nbs/lab/19_needs.ipynb #54bc14e7
 ROOT_FLOPS = 200. # operations of an eigendecomposition, in products of its size
 
-def look_work(shapes: Sequence[Shape], # of the layers
-              rows: int, # that are looked at
-              layers: int | None = None, # whose roots are taken; None for all
-              batch: int = 1000, # rows at a time
-             ) -> Work:
+def _root_flops(shapes: Sequence[Shape]) -> float:
+    "The three roots of each of these layers."
+    return 3 * ROOT_FLOPS * sum(min(a, b)**3 + b**3 for a, b in shapes)
+
+# %% ../../nbs/lab/19_needs.ipynb #6af1e412
+def look_work(
+    shapes: Sequence[Shape], # of the layers
+    rows: int, # that are looked at
+    layers: int | None = None, # whose roots are taken; None for all
+    batch: int = 1000, # rows at a time
+) -> Work:
     "Every quantity of every layer, and the roots of the first layers'."
     c = shapes[-1][1]
-    weights = sum(a * b for a, b in shapes)
     squares = sum(a * a + b * b for a, b in shapes)
-    roots = sum(min(a, b)**3 + b**3 for a, b in shapes[:layers])
     held = 4 * (8 * squares + batch * c * sum(a + b for a, b in shapes))
-    return Work(rows * ((2 + 4 * c) * weights + 2 * (c + 2) * squares), 3 * ROOT_FLOPS * roots,
-                len(shapes) * 20_000 + rows / batch * c * 40, held)
+    flops = rows * ((2 + 4 * c) * _weights(shapes) + 2 * (c + 2) * squares)
+    steps = len(shapes) * 20_000 + rows / batch * c * 40
+    return Work(flops, _root_flops(shapes[:layers]), steps, held)
 
 # %% ../../nbs/lab/19_needs.ipynb #70dbd5de
-def fit_work(n: int, # points
-             d: int, # features
-             c: int, # outputs
-             fits: float = 1, # kernel machines
-             matrices: float = 2.2, # n × n, held at once
-             agop: bool = False, # does the update need the gradients of all outputs?
-            ) -> Work:
+def fit_work(
+    n: int, # points
+    d: int, # features
+    c: int, # outputs
+    fits: float = 1, # kernel machines
+    matrices: float = 2.2, # n × n, held at once
+    agop: bool = False, # does the update need the gradients of all outputs?
+) -> Work:
     "Direct fits of a Recursive Feature Machine in float64, each with its update and a look."
     products = 12 * d + 8 * c + 600 + (d * c if agop else 0)
     each = n**3 / 3 + n * n * products
@@ -104,32 +115,35 @@ class Rates(NamedTuple):
 # %% ../../nbs/lab/19_needs.ipynb #293185a0
 REFERENCE = Rates("cpu", 5e10, 2.2e10, 4e-6, 8e9) # a core of the machine that made the cpu results
 
+# %% ../../nbs/lab/19_needs.ipynb #96cd8d1c
+def _product_rate(dtype: "torch.dtype", dev: "torch.device") -> float: # operations a second
+    "What a device does of a large product."
+    n = 1024 if dev.type == "cpu" else 4096
+    return 2 * n**3 / _best_time(_product(n, dtype, dev))
+
 # %% ../../nbs/lab/19_needs.ipynb #419fc498
 def measure_rates(dev: "torch.device | str" = "cpu") -> Rates:
     "Time two products and a chain of small operations on a device."
     import torch
     from fact_nb.runtime import exact_products, has_float64
     dev = torch.device(dev)
-    n = 1024 if dev.type == "cpu" else 4096
     with exact_products():
-        narrow = 2 * n**3 / _best_time(_product(n, torch.float32, dev))
-        wide = 0.
-        if has_float64(dev):
-            wide = 2 * n**3 / _best_time(_product(n, torch.float64, dev))
+        narrow = _product_rate(torch.float32, dev)
+        wide = _product_rate(torch.float64, dev) if has_float64(dev) else 0.
     return Rates(str(dev), narrow, wide, _best_time(_chain(dev)) / CHAIN, total_memory(dev))
 
-# %% ../../nbs/lab/19_needs.ipynb #ed2cc9f7
-def _best_time(work: Callable[[], object], # ends when the device is done
-               rounds: int = 3, # after one that warms up
-              ) -> float: # seconds
-    "The fastest of a few rounds: other programs only slow things down."
+# %% ../../nbs/lab/19_needs.ipynb #4c05bfc8
+def _time_of(work: Callable[[], object]) -> float: # seconds
+    "How long it takes; it ends when the device is done."
+    start = time.perf_counter()
     work()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return time.perf_counter() - start
+
+# %% ../../nbs/lab/19_needs.ipynb #ed2cc9f7
+def _best_time(work: Callable[[], object], rounds: int = 3) -> float: # seconds
+    "The fastest of a few rounds after one that warms up: other programs only slow things down."
+    work()
+    return min(_time_of(work) for _ in range(rounds))
 
 # %% ../../nbs/lab/19_needs.ipynb #330d7875
 def _product(n: int, dtype: "torch.dtype", dev: "torch.device") -> Callable[[], float]:
@@ -159,15 +173,17 @@ def total_memory(dev: "torch.device") -> float: # bytes
     if dev.type == "cuda": return torch.cuda.mem_get_info(dev)[1]
     return psutil.virtual_memory().total # an Apple device shares the host's
 
+# %% ../../nbs/lab/19_needs.ipynb #ccdd6684
+def _wide_seconds(work: Work, rates: Rates) -> float:
+    "Seconds of what is counted in float64; in float32 where that will do."
+    if not work.flops64: return 0.
+    if rates.flops64: return work.flops64 / rates.flops64
+    return math.inf if work.double else work.flops64 / rates.flops
+
 # %% ../../nbs/lab/19_needs.ipynb #74da833e
 def seconds_of(work: Work, rates: Rates) -> float:
     "How long it takes at these rates; infinite in a precision that the device has not."
-    wide = 0. if not work.flops64 else math.inf
-    if work.flops64 and rates.flops64:
-        wide = work.flops64 / rates.flops64
-    elif work.flops64 and not work.double:
-        wide = work.flops64 / rates.flops      # done in float32 there
-    return work.flops / rates.flops + wide + work.steps * rates.step
+    return work.flops / rates.flops + _wide_seconds(work, rates) + work.steps * rates.step
 
 # %% ../../nbs/lab/19_needs.ipynb #6ca55fd7
 class Need(NamedTuple):
@@ -184,28 +200,34 @@ def in_time(seconds: float) -> str:
     if seconds < 90: return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
+# %% ../../nbs/lab/19_needs.ipynb #907d4e8e
+def _units_in_words(needs: Sequence[Need]) -> str:
+    "How many units there are, and how many of them take most of the time."
+    count, few = len(needs), most_of(needs)
+    share = f", {few} of them nine tenths of it" if few < count / 2 else ""
+    return f"{count} unit{'s' * (count > 1)}{share}"
+
 # %% ../../nbs/lab/19_needs.ipynb #b0f76afd
-def in_words(needs: Sequence[Need], # of all units to be done
-             workers: int = 1, # that share them
-            ) -> str:
+def in_words(
+    needs: Sequence[Need], # of all units to be done
+    workers: int = 1, # that share them
+) -> str:
     "What a run needs, for one line."
     if not needs: return "nothing to do"
-    total = sum(n.seconds for n in needs) / max(1, workers)
-    largest = max(needs, key=lambda n: n.seconds)
-    few = most_of(needs)
-    units = f"{len(needs)} unit{'s' * (len(needs) > 1)}"
-    share = f", {few} of them nine tenths of it" if few < len(needs) / 2 else ""
-    return (f"about {in_time(total)} for {units}{share}; the longest {in_time(largest.seconds)}, "
-            f"at most {max(n.bytes for n in needs) / 1e9:.1f} GB at once")
+    total = in_time(sum(n.seconds for n in needs) / max(1, workers))
+    longest = in_time(max(n.seconds for n in needs))
+    most = max(n.bytes for n in needs) / 1e9
+    return (f"about {total} for {_units_in_words(needs)}; the longest {longest}, "
+            f"at most {most:.1f} GB at once")
 
 # %% ../../nbs/lab/19_needs.ipynb #e9649f02
-def most_of(needs: Iterable[Need], # of all units
-            share: float = .9, # of their time
-           ) -> int:
+def most_of(
+    needs: Iterable[Need], # of all units
+    share: float = .9, # of their time
+) -> int:
     "How many units, the longest first, take this share of the time."
     longest = sorted((n.seconds for n in needs), reverse=True)
-    total, sofar = sum(longest), 0.
-    for i, seconds in enumerate(longest, 1):
-        sofar += seconds
-        if sofar >= share * total: return i
+    enough = share * sum(longest)
+    for i, sofar in enumerate(accumulate(longest), 1):
+        if sofar >= enough: return i
     return len(longest)

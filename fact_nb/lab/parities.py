@@ -24,77 +24,92 @@ from ..machines.rfm import RFM, Fit
 from ..machines.updates import effective_rank
 
 # %% ../../nbs/lab/12_parities.ipynb #495f9e7f
-def parity_on(P: Parity,
-              device: torch.device, # where to compute
-             ) -> Parity:
+def parity_on(P: Parity, device: torch.device) -> Parity:
     "The same parity with its points on a device."
     on = lambda t: t.to(device)
     return replace(P, X=on(P.X), y=on(P.y), X_test=on(P.X_test), y_test=on(P.y_test))
 
 # %% ../../nbs/lab/12_parities.ipynb #9f9ba2b7
-def shares(M: Tensor, # d × d
-           support: Tensor, # the k hidden coordinates
-          ) -> dict[str, float]:
-    "How much of M's trace and of its squared norm lies on the support, and M's effective rank."
+def shares(
+    M: Tensor, # d × d
+    support: Tensor, # the k hidden coordinates
+) -> dict[str, float]:
+    "How much of M's trace and squared norm lies on the support, and M's effective rank."
     B = M[support][:, support]
-    return dict(trace_share=float(B.trace() / M.trace()),
-                frob_share=float(B.square().sum() / M.square().sum()),
-                rank=effective_rank(M))
+    trace, norm = float(B.trace() / M.trace()), float(B.square().sum() / M.square().sum())
+    return dict(trace_share=trace, frob_share=norm, rank=effective_rank(M))
 
 # %% ../../nbs/lab/12_parities.ipynb #75a0e7f4
-def signs(F: Tensor, # FACT, d × d
-         ) -> dict[str, float]: # eigenvalues relative to the largest in size
+def signs(
+    F: Tensor, # FACT, d × d
+) -> dict[str, float]: # eigenvalues relative to the largest in size
     "Smallest real part, share of negative ones, largest imaginary part; and FACT's asymmetry."
     e = torch.linalg.eigvals(F.cpu())
     e = e / e.abs().max()
-    return dict(low=float(e.real.min()),
-                negative=float((e.real < -1e-9).double().mean()),
-                imag=float(e.imag.abs().max()),
-                asymmetry=rel_asymmetry(F))
+    negative = (e.real < -1e-9).double().mean()
+    return dict(low=float(e.real.min()), negative=float(negative),
+                imag=float(e.imag.abs().max()), asymmetry=rel_asymmetry(F))
+
+# %% ../../nbs/lab/12_parities.ipynb #77b49768
+def _predicted(machine: RFM, P: Parity, fit: Fit) -> Tensor:
+    "What one fit predicts on the held-out points, 250 at a time."
+    rows = P.X_test.split(250)
+    return torch.cat([machine.kernel(Z, P.X, fit.M.to(Z)) @ fit.alpha for Z in rows])[:, 0]
+
+# %% ../../nbs/lab/12_parities.ipynb #34f8a84e
+def _errors(f: Tensor, y: Tensor) -> dict[str, float]:
+    "Accuracy and mean squared error of predictions of 0 and 1."
+    right = (f > .5) == (y > .5)
+    return dict(accuracy=float(right.double().mean()), mse=float((f - y).square().mean()))
 
 # %% ../../nbs/lab/12_parities.ipynb #c9c96105
-def look_at_parity(machine: RFM,
-            P: Parity,
-            fit: Fit, # of one iteration
-           ) -> dict[str, float]:
+def look_at_parity(
+    machine: RFM,
+    P: Parity,
+    fit: Fit, # of one iteration
+) -> dict[str, float]:
     "Test accuracy, test error and the shares of one fit."
-    rows = P.X_test.split(250)
-    f = torch.cat([machine.kernel(Z, P.X, fit.M.to(Z)) @ fit.alpha for Z in rows])[:, 0]
-    right = (f > .5) == (P.y_test > .5)
-    seen = dict(accuracy=float(right.double().mean()), mse=float((f - P.y_test).square().mean()))
-    seen |= shares(fit.M.cpu(), P.support)
+    seen = _errors(_predicted(machine, P, fit), P.y_test) | shares(fit.M.cpu(), P.support)
     if machine.update != "fact" or len(P.X) > 10_000: return seen
     return seen | signs(kernel_fact(machine.kernel, P.X, fit.alpha, fit.M.to(P.X)))
 
 # %% ../../nbs/lab/12_parities.ipynb #5b0c7a11
-def _has_learned(looks: list[dict[str, Any]], stop: float) -> bool:
+def _has_learned(looks: list[dict[str, Any]], stop: float | None) -> bool:
     "Two looks, both with at least this accuracy."
-    return len(looks) == 2 and all(h["accuracy"] >= stop for h in looks)
+    if stop is None or len(looks) < 2: return False
+    return all(h["accuracy"] >= stop for h in looks)
 
 # %% ../../nbs/lab/12_parities.ipynb #6880fc36
-def follow(machine: RFM,
-           P: Parity,
-           checkpoint: Path | None = None, # continued from, and written after each iteration
-           stop: float | None = None, # end once two looks in a row have at least this accuracy
-          ) -> RFM: # its history holds the looks
+def follow(
+    machine: RFM,
+    P: Parity,
+    checkpoint: Path | None = None, # continued from, and written after each iteration
+    stop: float | None = None, # end once two looks in a row have at least this accuracy
+) -> RFM: # its history holds the looks
     "Run an RFM with a look at every iterate."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning) # the history shows that a run ended early
         for fit in machine.iterates(P.X, P.y, checkpoint=checkpoint):
             fit.row |= look_at_parity(machine, P, fit) | dict(M=fit.M.cpu())
-            if stop is not None and _has_learned(machine.history[-2:], stop): break
+            if _has_learned(machine.history[-2:], stop): break
     return machine
 
-# %% ../../nbs/lab/12_parities.ipynb #5ae5ef04
-def draw_on_support(ax: plt.Axes,
-                    M: np.ndarray, # d × d
-                    support: np.ndarray, # the hidden coordinates, counted from 0
-                   ) -> AxesImage:
-    "A feature matrix as a heat map with ticks at the hidden coordinates."
-    scaled = M / np.abs(M).max()
-    image = ax.imshow(scaled, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+# %% ../../nbs/lab/12_parities.ipynb #c39fe6b7
+def _tick_support(ax: plt.Axes, support: np.ndarray) -> None:
+    "Ticks at the hidden coordinates only, counted from 1."
     ax.set(xticks=support, yticks=support)
     ax.set_xticklabels(support + 1, fontsize=6)
     ax.set_yticklabels(support + 1, fontsize=6)
     ax.grid(False)
+
+# %% ../../nbs/lab/12_parities.ipynb #5ae5ef04
+def draw_on_support(
+    ax: plt.Axes,
+    M: np.ndarray, # d × d
+    support: np.ndarray, # the hidden coordinates, counted from 0
+) -> AxesImage:
+    "A feature matrix as a heat map with ticks at the hidden coordinates."
+    scaled = M / np.abs(M).max()
+    image = ax.imshow(scaled, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+    _tick_support(ax, support)
     return image

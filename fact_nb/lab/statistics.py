@@ -22,16 +22,22 @@ class Interval(NamedTuple):
     low: float # lower end
     high: float # upper end
 
-# %% ../../nbs/lab/11_statistics.ipynb #02c63394
-def interval(diff: np.ndarray, # one number a table
-             draws: int = 10_000, # how often the tables are drawn anew
-             level: float = .95, # share of the means inside
-            ) -> Interval:
-    "Mean of paired differences with its bootstrap interval over tables."
+# %% ../../nbs/lab/11_statistics.ipynb #ec83407a
+def _drawn_means(diff: np.ndarray, draws: int) -> np.ndarray:
+    "The mean of each draw of the tables."
     rng = np.random.default_rng(0)
+    return diff[rng.integers(len(diff), size=(draws, len(diff)))].mean(1)
+
+# %% ../../nbs/lab/11_statistics.ipynb #02c63394
+def interval(
+    diff: np.ndarray, # one number a table
+    draws: int = 10_000, # how often the tables are drawn anew
+    level: float = .95, # share of the means inside
+) -> Interval:
+    "Mean of paired differences with its bootstrap interval over tables."
     diff = np.asarray(diff)
-    means = diff[rng.integers(len(diff), size=(draws, len(diff)))].mean(1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    ends = [(1 - level) / 2, (1 + level) / 2]
+    low, high = np.quantile(_drawn_means(diff, draws), ends)
     return Interval(float(np.mean(diff)), float(low), float(high))
 
 # %% ../../nbs/lab/11_statistics.ipynb #406dce75
@@ -44,60 +50,77 @@ class Versus:
     difference: float # mean of a − b
     low: float # of its interval
     high: float
-    wins: int # tables on which a is better
+    wins: int # a is ahead
     ties: int
     losses: int
     p: float # Wilcoxon's
 
-# %% ../../nbs/lab/11_statistics.ipynb #dbd4c3b3
+# %% ../../nbs/lab/11_statistics.ipynb #e2263620
 TIE = 1e-9 # a smaller difference is none
 
-def versus(wide: pd.DataFrame, # tables × methods
-           a: str, # a method
-           b: str, # another
-          ) -> Versus:
+def _wilcoxon(d: np.ndarray) -> float:
+    "Wilcoxon's p of differences; 1 where all are ties."
+    if not np.any(np.abs(d) > TIE): return 1.
+    return float(stats.wilcoxon(d, zero_method="zsplit").pvalue)
+
+# %% ../../nbs/lab/11_statistics.ipynb #dbd4c3b3
+def versus(
+    wide: pd.DataFrame, # tables × methods
+    a: str, # a method
+    b: str, # another
+) -> Versus:
     "Method a against b: difference with interval, wins, ties, losses, Wilcoxon's p."
     d = (wide[a] - wide[b]).to_numpy()
-    differ = np.any(np.abs(d) > TIE)
-    p = float(stats.wilcoxon(d, zero_method="zsplit").pvalue) if differ else 1.
-    m, low, high = interval(d)
-    return Versus(a, b, len(d), m, low, high, wins=int((d > TIE).sum()),
-                  ties=int((np.abs(d) <= TIE).sum()), losses=int((d < -TIE).sum()), p=p)
+    wins, losses = int((d > TIE).sum()), int((d < -TIE).sum())
+    ties = int((np.abs(d) <= TIE).sum())
+    return Versus(a, b, len(d), *interval(d), wins, ties, losses, _wilcoxon(d))
+
+# %% ../../nbs/lab/11_statistics.ipynb #4bc7e985
+def _critical_difference(n: int, k: int) -> float: # n tables, k methods
+    "Nemenyi's critical difference of mean ranks at 5 %."
+    q = stats.studentized_range.ppf(.95, k, 1e6) / 2**.5
+    return float(q * (k * (k + 1) / (6 * n))**.5)
 
 # %% ../../nbs/lab/11_statistics.ipynb #91cbc551
-def friedman(wide: pd.DataFrame, # tables × methods
-            ) -> tuple[float, float]: # p value, critical difference
-    "Friedman's test over the methods, and Nemenyi's critical difference of mean ranks at 5 %."
+def friedman(
+    wide: pd.DataFrame, # tables × methods
+) -> tuple[float, float]: # p value, critical difference
+    "Friedman's test over the methods, and Nemenyi's critical difference."
     n, k = wide.shape
     p = float(stats.friedmanchisquare(*wide.to_numpy().T).pvalue) if k > 2 else float("nan")
-    q = stats.studentized_range.ppf(.95, k, 1e6) / 2**.5
-    return p, float(q * (k * (k + 1) / (6 * n))**.5)
+    return p, _critical_difference(n, k)
+
+# %% ../../nbs/lab/11_statistics.ipynb #4f3360a3
+def _student_half(x: np.ndarray, level: float) -> float:
+    "Half the width of Student's interval for a mean."
+    return stats.t.ppf((1 + level) / 2, len(x) - 1) * x.std(ddof=1) / len(x)**.5
 
 # %% ../../nbs/lab/11_statistics.ipynb #ef3360fc
-def mean_estimate(name: str, # of what
-                  values: Sequence[float], # one a run
-                  over: str = "seeds", # what the runs are
-                  level: float = .95,
-                 ) -> Estimate:
+def mean_estimate(
+    name: str, # of what
+    values: Sequence[float], # one a run
+    over: str = "seeds", # what the runs are
+    level: float = .95,
+) -> Estimate:
     "The mean of runs with Student's interval."
     x = np.asarray(values, dtype=float)
-    if len(x) < 2: return Estimate(name, float(x.mean()), runs=len(x), over=over)
-    half = stats.t.ppf((1 + level) / 2, len(x) - 1) * x.std(ddof=1) / len(x)**.5
-    return Estimate(name, float(x.mean()), float(x.mean() - half), float(x.mean() + half),
-                    runs=len(x), over=over)
+    mean, runs = x.mean(), len(x)
+    if runs < 2: return Estimate(name, float(mean), runs=runs, over=over)
+    half = _student_half(x, level)
+    return Estimate(name, float(mean), float(mean - half), float(mean + half), runs=runs, over=over)
 
 # %% ../../nbs/lab/11_statistics.ipynb #db6fe1e1
-def share_estimate(name: str, # of what
-                   hits: int, # runs in which it happened
-                   runs: int, # in all
-                   over: str = "runs", # what they are
-                  ) -> Estimate:
+def share_estimate(
+    name: str, # of what
+    hits: int, # runs in which it happened
+    runs: int, # in all
+    over: str = "runs", # what they are
+) -> Estimate:
     "A share of runs with its exact binomial interval."
     ci = stats.binomtest(hits, runs).proportion_ci()
     return Estimate(name, hits / runs, float(ci.low), float(ci.high), runs=runs, over=over)
 
 # %% ../../nbs/lab/11_statistics.ipynb #7f57ce55
-def gain_estimate(v: Versus, # two methods, compared
-                 ) -> Estimate:
+def gain_estimate(v: Versus) -> Estimate:
     "One method's gain over another, with interval and Wilcoxon's p."
     return Estimate(f"{v.a} − {v.b}, points", v.difference, v.low, v.high, v.p, v.tables, "tables")
