@@ -35,15 +35,17 @@ _all_ = ["measure", "train", "Watch", "RFM", "RFMClassifier", "RFMRegressor", "k
 
 # %% ../nbs/09_package.ipynb #c4d004be
 def __getattr__(name: str) -> Any:
-    "Fetch a public name from its room the first time it is asked for."
+    "Fetch a public name when it is first asked for."
     if name not in _PUBLIC: raise AttributeError(f"module 'fact_nb' has no attribute {name!r}")
-    from fact_nb.explain import explain
-    module, _, attribute = _PUBLIC[name].partition(":")
-    found: Any = import_module(module)
-    if attribute:
-        found = explain(getattr(found, attribute))
-    globals()[name] = found      # the next access does not come here
+    found = globals()[name] = _fetched(*_PUBLIC[name].split(":")) # not asked for again
     return found
+
+# %% ../nbs/09_package.ipynb #35e280d9
+def _fetched(module: str, name: str) -> Any:
+    "An object with its docstring completed, or the module where no name is given."
+    from fact_nb.explain import explain
+    found = import_module(module)
+    return explain(getattr(found, name)) if name else found
 
 # %% ../nbs/09_package.ipynb #96f90fdf
 def __dir__() -> list[str]:

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # %% ../nbs/03_arguments.ipynb #59698277
-def check_number(value: Any, # what was passed
-                 name: str, # how the message calls it
-                 low: float = -math.inf, # the smallest value that is allowed
-                 above: float = -math.inf, # it must be larger than this
-                 below: float = math.inf, # it must be smaller than this
-                 whole: bool = False, # only whole numbers
-                 advice: str = "", # what to do instead, added to the message
-                ) -> Any: # the number
+def check_number(
+    value: Any, # what was passed
+    name: str, # how the message calls it
+    low: float = -math.inf, # the smallest value that is allowed
+    above: float = -math.inf, # it must be larger than this
+    below: float = math.inf, # it must be smaller than this
+    whole: bool = False, # only whole numbers
+    advice: str = "", # what to do instead, added to the message
+) -> Any: # the number
     "The number itself, or one line that says which parameter is wrong and what it may be."
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     limits = Limits(low, above, below, whole)
@@ -48,26 +49,32 @@ class Limits(NamedTuple):
     def in_words(self, number: Any) -> str:
         "a positive whole number < 3; `finite` is said to a number that is not."
         endless = isinstance(number, Real) and not math.isfinite(number)
-        bounds = {"≥": self.low, ">": self.above or -math.inf, "<": self.below}
-        said = [f"{sign} {v:g}" for sign, v in bounds.items() if math.isfinite(v)]
         words = ["a", "positive" * (self.above == 0), "finite" * endless, "whole" * self.whole,
-                 "number", " and ".join(said)]
+                 "number", _bounds_in_words(self)]
         return " ".join(w for w in words if w)
 
+# %% ../nbs/03_arguments.ipynb #460748ae
+def _bounds_in_words(limits: Limits) -> str:
+    "≥ 1 and < 3: the bounds that are finite."
+    bounds = {"≥": limits.low, ">": limits.above or -math.inf, "<": limits.below}
+    return " and ".join(f"{sign} {v:g}" for sign, v in bounds.items() if math.isfinite(v))
+
 # %% ../nbs/03_arguments.ipynb #1b38212e
-def unframed(X: Any, # a frame, a series, or anything else
-            ) -> Any: # an array where it was a frame, else the same
+def unframed(X: Any) -> Any: # an array where it was a frame, else the same
     "Frames and series as arrays, in the order of their rows; everything else as it is."
-    is_frame = hasattr(X, "to_numpy") and hasattr(X, "dtypes")
-    A = _array_of(X) if is_frame else X
-    locked = isinstance(A, np.ndarray) and not A.flags.writeable      # torch warns about these
+    A = _array_of(X) if hasattr(X, "to_numpy") and hasattr(X, "dtypes") else X
+    locked = isinstance(A, np.ndarray) and not A.flags.writeable # torch warns about these
     return A.copy() if locked else A
 
 # %% ../nbs/03_arguments.ipynb #391744ba
 def _array_of(frame: Any) -> np.ndarray:
     "The values of a frame or a series; numbers of several kinds as floats."
-    types = frame.dtypes if frame.ndim == 2 else [frame.dtypes]
-    numbers = all(getattr(t, "kind", "O") in "biuf" for t in types)
     A = frame.to_numpy()
-    if numbers and A.dtype == object: return frame.to_numpy(dtype=float, na_value=math.nan)
-    return A
+    if A.dtype != object or not _all_numbers(frame): return A
+    return frame.to_numpy(dtype=float, na_value=math.nan)
+
+# %% ../nbs/03_arguments.ipynb #ee55b1cc
+def _all_numbers(frame: Any) -> bool:
+    "Have all columns a kind of number, truth values and pandas' own included?"
+    types = frame.dtypes if frame.ndim == 2 else [frame.dtypes]
+    return all(getattr(t, "kind", "O") in "biuf" for t in types)

@@ -14,7 +14,6 @@ import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from textwrap import dedent
-from types import ModuleType
 from typing import TypeVar
 
 from fastcore.docments import docments
@@ -22,18 +21,23 @@ from fastcore.docments import docments
 # %% ../nbs/05_explain.ipynb #c0b9df6e
 _T = TypeVar("_T")
 
-def explain(obj: _T, # a function, a class, or a module whose public names are meant
-           ) -> _T: # the same object
+def explain(
+    obj: _T, # a function, a class, or a module whose public names are meant
+) -> _T: # the same object
     "Complete the docstring from the parameter comments, also of public methods; once, in place."
-    if isinstance(obj, ModuleType):
-        for name in getattr(obj, "__all__", ()):
-            explain(getattr(obj, name))
-    if inspect.isfunction(obj) or inspect.isclass(obj):
-        _complete(obj)
-    if inspect.isclass(obj):
-        for method in methods_of(obj):
-            _complete(method)
+    for part in _parts(obj):
+        _complete(part)
     return obj
+
+# %% ../nbs/05_explain.ipynb #b42ddfc0
+def _parts(obj: object) -> Iterator[Callable]:
+    "The object, the methods of a class, or the names of a module."
+    for name in getattr(obj, "__all__", ()) if inspect.ismodule(obj) else ():
+        yield from _parts(getattr(obj, name))
+    if inspect.isfunction(obj) or inspect.isclass(obj):
+        yield obj
+    if inspect.isclass(obj):
+        yield from methods_of(obj)
 
 # %% ../nbs/05_explain.ipynb #cc3ff1d1
 def _complete(obj: Callable) -> None:
@@ -46,16 +50,18 @@ def _complete(obj: Callable) -> None:
         return
 
 # %% ../nbs/05_explain.ipynb #08dd993e
-def methods_of(cls: type, # of any package
-              ) -> Iterator[Callable]:
+def methods_of(cls: type) -> Iterator[Callable]:
     "Public methods of a class that were written in its package."
     package = lambda x: x.__module__.partition(".")[0]
-    for name in dir(cls):
-        if name.startswith("_") and name != "__call__": continue
-        f = inspect.getattr_static(cls, name)
-        f = getattr(f, "__func__", f) # a class method is wrapped
-        if not inspect.isfunction(f) or package(f) != package(cls): continue
-        yield f
+    names = [n for n in dir(cls) if not n.startswith("_") or n == "__call__"]
+    for f in (_function_in(inspect.getattr_static(cls, n)) for n in names):
+        if inspect.isfunction(f) and package(f) == package(cls):
+            yield f
+
+# %% ../nbs/05_explain.ipynb #19d61cf3
+def _function_in(f: object) -> object:
+    "The function inside a class method or a static one; anything else as it is."
+    return getattr(f, "__func__", f)
 
 # %% ../nbs/05_explain.ipynb #c08ed79c
 def _field_comments(cls: type) -> dict[str, str]:
@@ -64,64 +70,78 @@ def _field_comments(cls: type) -> dict[str, str]:
         source = dedent(inspect.getsource(cls))
     except (OSError, TypeError):
         return {}
+    said = {name: _comment_of(field, source) for name, field in _fields_in(source)}
+    return {name: comment for name, comment in said.items() if comment}
+
+# %% ../nbs/05_explain.ipynb #c2c00b80
+def _fields_in(source: str) -> Iterator[tuple[str, ast.AnnAssign]]:
+    "The names that a class annotates, and where."
+    (written,) = ast.parse(source).body
+    assert isinstance(written, ast.ClassDef)
+    for node in written.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node
+
+# %% ../nbs/05_explain.ipynb #93fd4391
+def _comment_of(field: ast.AnnAssign, source: str) -> str:
+    "What stands behind a field, or alone on the line above it."
+    said, above = _comments_in(source), field.lineno - 1
+    alone = source.splitlines()[above - 1].lstrip().startswith("#")
+    return said.get(field.end_lineno or 0) or said.get(above if alone else 0, "")
+
+# %% ../nbs/05_explain.ipynb #48686af5
+def _comments_in(source: str) -> dict[int, str]:
+    "Line → its comment."
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    said = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    lines = source.splitlines()
-    found = {}
-    for node in ast.parse(source).body[0].body: # type: ignore[attr-defined]
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name): continue
-        above = node.lineno - 1
-        alone = above in said and lines[above - 1].lstrip().startswith("#")
-        comment = said.get(node.end_lineno or node.lineno) or (said[above] if alone else "")
-        found[node.target.id] = comment
-    return {name: comment for name, comment in found.items() if comment}
+    return {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+
+# %% ../nbs/05_explain.ipynb #03dd4d9b
+def _sources(obj: Callable) -> list[Callable]:
+    "Where the parameters are commented: in the object, or in all dataclasses that it inherits."
+    if not isinstance(obj, type) or not is_dataclass(obj): return [obj]
+    return [c for c in reversed(obj.__mro__) if is_dataclass(c)]
 
 # %% ../nbs/05_explain.ipynb #55cbd905
-def comments_of(obj: Callable, # a function or a class
-               ) -> dict[str, str]: # empty when there is no source
-    "Parameter → comment."
+def comments_of(obj: Callable) -> dict[str, str]: # empty when there is no source
+    "Parameter → comment of a function or a class."
     if isinstance(obj, type) and issubclass(obj, tuple): return _field_comments(obj)
-    sources: list[Callable] = [obj]
-    if isinstance(obj, type) and is_dataclass(obj):
-        sources = [c for c in reversed(obj.__mro__) if is_dataclass(c)]
     found: dict[str, str] = {}
-    for source in sources:
-        try:
-            comments = docments(source, args_kwargs=True)
-        except (OSError, TypeError, SyntaxError): # no source, or not of Python
-            continue
-        found |= {k: v for k, v in comments.items() if v}
+    for source in _sources(obj):
+        found |= _own_comments(source)
     return found
 
+# %% ../nbs/05_explain.ipynb #aa4ae4f8
+def _own_comments(obj: Callable) -> dict[str, str]:
+    "Parameter → comment, from the source of one object."
+    try:
+        comments = docments(obj, args_kwargs=True)
+    except (OSError, TypeError, SyntaxError): # no source
+        return {}
+    return {k: v for k, v in comments.items() if v}
+
 # %% ../nbs/05_explain.ipynb #b38fbd6e
-def method_comments(cls: type, # whose method is meant
-                    name: str, # of the method
-                   ) -> dict[str, str]:
-    "Parameter → comment of a method, with what the methods that it overrides say."
+def method_comments(cls: type, name: str) -> dict[str, str]:
+    "Parameter → comment of a method, or of one that it overrides."
     found: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
-        raw = vars(owner).get(name)
-        f = getattr(raw, "__func__", raw) # a class method is wrapped
+        f = _function_in(vars(owner).get(name))
         found |= comments_of(f) if inspect.isfunction(f) else {}
     return found
 
 # %% ../nbs/05_explain.ipynb #2f439b90
-def type_in_words(annotation: object, # as it stands in a signature: a type, or text
-                 ) -> str:
+def type_in_words(annotation: object) -> str:
     "A type as one would say it: Tensor, not torch.Tensor."
     if annotation is inspect.Parameter.empty: return ""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text).replace("NoneType", "None")
 
 # %% ../nbs/05_explain.ipynb #4e4baa8e
-def default_in_words(p: inspect.Parameter, # of a signature
-                    ) -> str: # empty where there is no default
+def default_in_words(p: inspect.Parameter) -> str: # empty where there is none
     "The default of a parameter; only the class of a long one."
     if p.default is p.empty: return ""
     text = repr(p.default)
     if "<factory>" in text: return "optional"
-    if len(text) > 40: return f"default {type(p.default).__name__}(…)"
-    return f"default {text}"
+    return "default " + (text if len(text) <= 40 else f"{type(p.default).__name__}(…)")
 
 # %% ../nbs/05_explain.ipynb #319c4766
 _STARS: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*",
@@ -140,11 +160,16 @@ def _sections(obj: Callable) -> str:
     "Parameters and returned value of a function or a class; empty when nothing is commented."
     comments, signature = comments_of(obj), inspect.signature(obj)
     parameters = {k: p for k, p in signature.parameters.items() if k != "self"}
-    entries = [_entry(p, comments.get(k, "")) for k, p in parameters.items()]
     text = ""
     if comments.keys() & parameters.keys():
-        text += "\n\nParameters\n----------\n" + "\n".join(entries)
+        entries = [_entry(p, comments.get(k, "")) for k, p in parameters.items()]
+        text += _section("Parameters", "\n".join(entries))
     if "return" in comments and not inspect.isclass(obj):
         kind = type_in_words(signature.return_annotation)
-        text += f"\n\nReturns\n-------\n{kind}\n    {comments['return']}"
+        text += _section("Returns", f"{kind}\n    {comments['return']}")
     return text
+
+# %% ../nbs/05_explain.ipynb #d4484d08
+def _section(title: str, text: str) -> str:
+    "A part of a docstring in NumPy's style."
+    return f"\n\n{title}\n{'-' * len(title)}\n{text}"

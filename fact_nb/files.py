@@ -22,23 +22,29 @@ if TYPE_CHECKING:
     import torch
 
 # %% ../nbs/02_files.ipynb #da9bd925
-def write_atomic(path: str | Path, # where the file is to stand; its folder is made if need be
-                 data: bytes, # its whole content
-                ) -> None:
+def write_atomic(
+    path: str | Path, # where the file is to stand; its folder is made if need be
+    data: bytes, # its whole content
+) -> None:
     "Write a file by rename, so that it is either absent, old, or complete."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
+        _write_through(fd, data)
         os.chmod(tmp, 0o666 & ~_umask())
         os.replace(tmp, path)
     except BaseException:
         Path(tmp).unlink(missing_ok=True)
         raise
+
+# %% ../nbs/02_files.ipynb #19e5446e
+def _write_through(fd: int, data: bytes) -> None:
+    "Write to an open file, wait until the disk has it, and close it."
+    with os.fdopen(fd, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
 
 # %% ../nbs/02_files.ipynb #4cdd22d3
 def _umask() -> int:
@@ -59,11 +65,15 @@ def _plain(value: Any) -> Any:
     "Tensors as arrays, dataclasses as their name and fields, functions as their names."
     if hasattr(value, "detach"): return value.detach().cpu().numpy()
     if isinstance(value, np.generic): return value.item()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return (type(value).__qualname__, fields)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type): return _fields(value)
     if callable(value): return getattr(value, "__qualname__", type(value).__qualname__)
     return value
+
+# %% ../nbs/02_files.ipynb #56177ed6
+def _fields(value: Any) -> tuple[str, dict[str, Any]]:
+    "The name of a dataclass and its fields; `asdict` would copy the tensors among them."
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return type(value).__qualname__, fields
 
 # %% ../nbs/02_files.ipynb #d3cedb4c
 def _feed(h: Any, value: Any) -> None:
@@ -96,51 +106,63 @@ class NotAState(ValueError):
 
 # %% ../nbs/02_files.ipynb #6b9e46ea
 class OtherRun(NotAState):
-    "A state of another run."
-    def __init__(self,
-                 path: Path, # of the state
-                 differ: list[str], # what is not the same, by name
-                ):
+    "A state of another run, and the names of what differs."
+    def __init__(self, path: Path, differ: list[str]):
         self.path, self.differ = path, differ
-        super().__init__(f"{path} belongs to another run (different {', '.join(differ)}): "
+        names = ", ".join(differ)
+        super().__init__(f"{path} belongs to another run (different {names}): "
                          "delete it, or choose another file")
 
+# %% ../nbs/02_files.ipynb #4ad2ff6b
+def _prints(identity: Mapping[str, Any] | None) -> dict[str, str]:
+    "What a run was made with, by name: the fingerprint of each part."
+    return {name: fingerprint(v) for name, v in (identity or {}).items()}
+
 # %% ../nbs/02_files.ipynb #8102aaa1
-def save_state(path: str | Path, # where
-               state: Mapping[str, Any], # numbers, text, containers and tensors
-               identity: Mapping[str, Any] | None = None, # name → what the run was made with
-              ) -> None:
+def save_state(
+    path: str | Path, # where
+    state: Mapping[str, Any], # numbers, text, containers and tensors
+    identity: Mapping[str, Any] | None = None, # name → what the run was made with
+) -> None:
     "Write a state that `load_state` reads back, atomically."
     import torch
     out = io.BytesIO()
-    known = {name: fingerprint(v) for name, v in (identity or {}).items()}
-    torch.save(dict(identity=known, state=dict(state)), out)
+    torch.save(dict(identity=_prints(identity), state=dict(state)), out)
     write_atomic(path, out.getvalue())
 
 # %% ../nbs/02_files.ipynb #4a303dcc
-def load_state(path: str | Path, # of `save_state`
-               identity: Mapping[str, Any] | None = None, # what this run is made with
-               device: "torch.device | str" = "cpu", # where the tensors go
-              ) -> dict[str, Any] | None: # None when there is no file
+def load_state(
+    path: str | Path, # of `save_state`
+    identity: Mapping[str, Any] | None = None, # what this run is made with
+    device: "torch.device | str" = "cpu", # where the tensors go
+) -> dict[str, Any] | None: # None when there is no file
     "A state, if it is one and belongs to this run; NotAState says what is wrong."
     path = Path(path)
     if not path.exists(): return None
     content = _read(path, device)
-    known = {name: fingerprint(v) for name, v in (identity or {}).items()}
-    differ = sorted(k for k in known.keys() | content["identity"].keys()
-                    if known.get(k) != content["identity"].get(k))
+    differ = _differing(_prints(identity), content["identity"])
     if differ: raise OtherRun(path, differ)
     return content["state"]
+
+# %% ../nbs/02_files.ipynb #492d8653
+def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    "The names under which two identities are not the same."
+    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
 
 # %% ../nbs/02_files.ipynb #5d14d93f
 def _read(path: Path, device: "torch.device | str") -> dict[str, Any]:
     "The content of a state file, checked for its form."
-    import torch
-    try:
-        content = torch.load(path, map_location=device, weights_only=True)
-    except Exception as e:
-        raise NotAState(f"{path} is not a readable checkpoint ({type(e).__name__}): "
-                        "delete it to start afresh") from None
+    content = _loaded(path, device)
     if not isinstance(content, dict) or not {"identity", "state"} <= content.keys():
         raise NotAState(f"{path} is not a checkpoint of this library: delete it to start afresh")
     return content
+
+# %% ../nbs/02_files.ipynb #15b0a0f6
+def _loaded(path: Path, device: "torch.device | str") -> Any:
+    "What torch wrote, read without running code."
+    import torch
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as e:
+        raise NotAState(f"{path} is not a readable checkpoint ({type(e).__name__}): "
+                        "delete it to start afresh") from None

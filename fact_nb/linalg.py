@@ -11,20 +11,21 @@ from torch import Tensor
 
 from .runtime import dtype_for
 
+# %% ../nbs/00_linalg.ipynb #e0b0c2be
+def _long(A: Tensor) -> Tensor:
+    "All entries as one vector, in float64 where there is one: sums run over millions of them."
+    return A.detach().reshape(-1).to(dtype_for(A.device))
+
 # %% ../nbs/00_linalg.ipynb #5b577272
 def _pair(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    "Two tensors of one shape as vectors; float64, since sums run over millions of entries."
+    "Two tensors of one shape as vectors."
     A, B = torch.as_tensor(A), torch.as_tensor(B)
-    if A.shape != B.shape:
-        shapes = f"{tuple(A.shape)} and {tuple(B.shape)}"
-        raise ValueError(f"the two matrices differ in shape: {shapes}")
-    wide = dtype_for(A.device)
-    return A.detach().reshape(-1).to(wide), B.detach().reshape(-1).to(wide)
+    if A.shape == B.shape: return _long(A), _long(B)
+    shapes = f"{tuple(A.shape)} and {tuple(B.shape)}"
+    raise ValueError(f"the two matrices differ in shape: {shapes}")
 
 # %% ../nbs/00_linalg.ipynb #b8b306e3
-def cosine(A: Tensor, # a matrix
-           B: Tensor, # a matrix of the same shape
-          ) -> float: # ⟨A,B⟩ / (‖A‖ ‖B‖), or nan when one of them is zero
+def cosine(A: Tensor, B: Tensor) -> float: # nan when one of them is zero
     "Cosine of the angle between two matrices read as vectors."
     a, b = _pair(A, B)
     norm_a, norm_b = a.norm(), b.norm()
@@ -32,24 +33,22 @@ def cosine(A: Tensor, # a matrix
     return float((a / norm_a) @ (b / norm_b))
 
 # %% ../nbs/00_linalg.ipynb #5125daa8
-def pearson(A: Tensor, # a matrix
-            B: Tensor, # a matrix of the same shape
-           ) -> float: # in [-1, 1], or nan when one of them is constant
+def pearson(A: Tensor, B: Tensor) -> float: # in [-1, 1]; nan when one of them is constant
     "Pearson correlation over the entries of two matrices."
-    a, b = _pair(A, B)
-    centred_a, centred_b = a - a.mean(), b - b.mean()
-    if _is_zero_beside(centred_a, a) or _is_zero_beside(centred_b, b): return float("nan")
-    return cosine(centred_a, centred_b)
+    a, b = (_centred(x) for x in _pair(A, B))
+    return cosine(a, b)
 
 # %% ../nbs/00_linalg.ipynb #84f3c1ac
-def _is_zero_beside(centred: Tensor, a: Tensor) -> bool:
-    "Is what is left of a after centring only rounding?"
-    return bool(centred.norm() <= 1e-12 * a.norm())
+def _centred(a: Tensor) -> Tensor:
+    "A vector without its mean; zero where what is left is only rounding."
+    left = a - a.mean()
+    return left if left.norm() > 1e-12 * a.norm() else torch.zeros_like(a)
 
 # %% ../nbs/00_linalg.ipynb #a6eea029
-def rel_err(A: Tensor, # the matrix that is explained, W^T W say
-            B: Tensor, # what is offered for it
-           ) -> float:
+def rel_err(
+    A: Tensor, # the matrix that is explained, W^T W say
+    B: Tensor, # what is offered for it
+) -> float:
     "Relative error ‖A − B‖ / ‖A‖."
     a, b = _pair(A, B)
     return float((a - b).norm() / a.norm())
@@ -64,45 +63,50 @@ def rel_asymmetry(A: Tensor) -> float:
 # %% ../nbs/00_linalg.ipynb #ccbeeb9a
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]: # eigenvalues ascending, eigenvectors in columns
     "Eigendecomposition of a symmetric matrix, with checks that say what is wrong."
-    if A.ndim != 2 or A.shape[0] != A.shape[1]:
-        raise ValueError(f"a square matrix is needed, this has shape {tuple(A.shape)}")
-    if not torch.isfinite(A).all(): raise ValueError("the matrix contains nan or inf")
-    if not A.is_floating_point():
-        raise ValueError(f"a floating-point matrix is needed, this is {A.dtype}")
-    if (asymmetry := rel_asymmetry(A)) > 1e-3:
-        raise ValueError(f"the matrix is not symmetric (relative asymmetry {asymmetry:.2g}); "
-                         "for a general A use sym_sqrt(A)")
+    if flaw := _flaw(A): raise ValueError(flaw)
     return torch.linalg.eigh((A + A.T) / 2)
 
+# %% ../nbs/00_linalg.ipynb #1d9b781d
+def _flaw(A: Tensor) -> str:
+    "Why a matrix has no symmetric eigendecomposition; empty when it has one."
+    if A.ndim != 2 or A.shape[0] != A.shape[1]:
+        return f"a square matrix is needed, this has shape {tuple(A.shape)}"
+    if not torch.isfinite(A).all(): return "the matrix contains nan or inf"
+    if not A.is_floating_point(): return f"a floating-point matrix is needed, this is {A.dtype}"
+    if (asymmetry := rel_asymmetry(A)) > 1e-3:
+        return (f"the matrix is not symmetric (relative asymmetry {asymmetry:.2g}); "
+                "for a general A use sym_sqrt(A)")
+    return ""
+
 # %% ../nbs/00_linalg.ipynb #ab18e8f2
-def psd_power(A: Tensor, # symmetric p.s.d., d × d
-              s: float, # any real exponent
-              # eigenvalues below −tol·max|e|: "error", "clip" to zero, or "abs"
-              negative: str = "error",
-              # relative size that counts as zero; by default d times the dtype's precision
-              tol: float | None = None,
-             ) -> Tensor: # d × d
+def psd_power(
+    A: Tensor, # symmetric p.s.d., d × d
+    s: float, # any real exponent
+    negative: str = "error", # eigenvalues below −tol·max|e|: "error", "clip" to zero, or "abs"
+    tol: float | None = None, # relative size of a zero; by default d times the dtype's precision
+) -> Tensor: # d × d
     "A^s through the eigendecomposition; zero eigenvalues stay zero, also for s ≤ 0."
     if negative not in ("error", "clip", "abs"):
         raise ValueError(f'negative must be "error", "clip" or "abs", not {negative!r}')
     e, V = eigh(A)
     if tol is None:
-        tol = A.shape[0] * torch.finfo(A.dtype).eps
+        tol = len(e) * torch.finfo(e.dtype).eps
     e = _nonnegative(e, tol * e.abs().max(), negative)
     return (V * _power_or_zero(e, s)) @ V.T
 
 # %% ../nbs/00_linalg.ipynb #05c947ed
-def _nonnegative(e: Tensor, # eigenvalues, ascending
-                 cut: Tensor, # the size up to which one counts as zero
-                 negative: str, # what a more negative one means: "error", "clip" or "abs"
-                ) -> Tensor:
-    "The eigenvalues without their negative part, and with exact zeros."
-    if negative == "error" and e[0] < -cut:
-        raise ValueError(
-            f"the matrix is not positive semi-definite: smallest eigenvalue {e[0]:.3g}, "
-            f'largest {e[-1]:.3g}. Pass negative="clip" or "abs" if that is meant.')
+def _nonnegative(e: Tensor, cut: Tensor, negative: str) -> Tensor:
+    "The eigenvalues without their negative part; zero up to the size cut."
+    if negative == "error" and e[0] < -cut: raise _indefinite(e)
     e = e.abs() if negative == "abs" else e.clamp(min=0)
     return torch.where(e > cut, e, 0)
+
+# %% ../nbs/00_linalg.ipynb #7458811d
+def _indefinite(e: Tensor) -> ValueError:
+    "The error for eigenvalues that should be p.s.d. and are not."
+    return ValueError(
+        f"the matrix is not positive semi-definite: smallest eigenvalue {e[0]:.3g}, "
+        f'largest {e[-1]:.3g}. Pass negative="clip" or "abs" if that is meant.')
 
 # %% ../nbs/00_linalg.ipynb #e180077d
 def _power_or_zero(e: Tensor, s: float) -> Tensor: # e ≥ 0
@@ -111,9 +115,10 @@ def _power_or_zero(e: Tensor, s: float) -> Tensor: # e ≥ 0
     return torch.where(positive, e, 1).pow(s).where(positive, torch.zeros_like(e))
 
 # %% ../nbs/00_linalg.ipynb #fc47a1c3
-def sym_sqrt(A: Tensor, # any matrix, k × d
-             power: float = 1., # 1 gives √(AAᵀ); ½ gives (AAᵀ)^¼
-            ) -> Tensor: # k × k, symmetric p.s.d.
+def sym_sqrt(
+    A: Tensor, # any matrix, k × d
+    power: float = 1., # 1 gives √(AAᵀ); ½ gives (AAᵀ)^¼
+) -> Tensor: # k × k, symmetric p.s.d.
     "√(A Aᵀ)^power = U Σ^power Uᵀ."
     U, S = _left_singular(A)
     return ((U * S.pow(power)) @ U.T).to(A)
@@ -123,8 +128,7 @@ def _left_singular(A: Tensor) -> tuple[Tensor, Tensor]: # U, k × k, and Σ; per
     "Left singular vectors and singular values."
     wide = dtype_for(A.device)
     if A.dtype == wide or wide != torch.float64:
-        U, S, _ = torch.linalg.svd(A, full_matrices=False)
-        return U, S
+        return torch.linalg.svd(A, full_matrices=False)[:2]
     B = A.to(wide)
     e, U = torch.linalg.eigh(B @ B.T)
     return U, e.clamp(min=0).sqrt()

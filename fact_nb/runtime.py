@@ -18,15 +18,15 @@ from threadpoolctl import threadpool_limits
 
 # %% ../nbs/01_runtime.ipynb #ee62fea1
 def accelerators() -> list[torch.device]:
-    "What this machine can compute on beside its CPU."
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or not torch.accelerator.is_available(): return []
+    "What can compute beside the CPU."
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None: return []
     count = torch.get_device_module(kind).device_count()
     return [torch.device(kind.type, i) for i in range(count)]
 
 # %% ../nbs/01_runtime.ipynb #f6cab24b
 def forked_random() -> AbstractContextManager[None]:
-    "torch's random numbers, on the CPU and on every device, are put back after the block."
+    "torch's random numbers, on all devices, are put back after the block."
     there = accelerators()
     if not there: return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng([d.index for d in there], device_type=there[0].type)
@@ -35,14 +35,20 @@ def forked_random() -> AbstractContextManager[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     "Fix the global random state of torch and NumPy inside the block; restore it afterwards."
-    state = np.random.get_state()
-    with forked_random():
+    with forked_random(), _forked_numpy():
         torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)        # all that NumPy takes
-        try:
-            yield
-        finally:
-            np.random.set_state(state)
+        np.random.seed(seed % 2**32) # all that NumPy takes
+        yield
+
+# %% ../nbs/01_runtime.ipynb #c4211f83
+@contextmanager
+def _forked_numpy() -> Iterator[None]:
+    "NumPy's global random numbers are put back after the block."
+    state = np.random.get_state()
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
 
 # %% ../nbs/01_runtime.ipynb #efe059c2
 def random_state(dev: torch.device) -> torch.Tensor: # bytes, on the CPU
@@ -59,32 +65,38 @@ def set_random_state(dev: torch.device, state: torch.Tensor) -> None:
 # %% ../nbs/01_runtime.ipynb #d45fbc37
 @contextmanager
 def one_thread() -> Iterator[None]:
-    "Linear algebra of torch, NumPy and SciPy on one core inside the block; as before afterwards."
-    threads = torch.get_num_threads()
+    "Linear algebra runs on one core inside the block."
+    before = torch.get_num_threads()
     with threadpool_limits(1):
         torch.set_num_threads(1)
         try:
             yield
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(before)
 
 # %% ../nbs/01_runtime.ipynb #06318667
-def device(name: str = "auto", # "auto", "cpu", "cuda", "cuda:1", "mps"
-           wide: bool = False, # is float64 needed?
-          ) -> torch.device:
+def device(
+    name: str = "auto", # "auto", "cpu", "cuda", "cuda:1", "mps"
+    wide: bool = False, # is float64 needed?
+) -> torch.device:
     "The device to use; 'auto' takes the best that is there."
     if name == "auto": return _wide_enough(torch.device(_best_device()), wide)
-    try:
-        wanted = torch.device(name)
-    except RuntimeError:
-        options = "use auto, cpu, cuda, cuda:N or mps"
-        raise ValueError(f"unknown device {name!r}: {options}") from None
+    wanted = _named(name)
     if not _is_there(wanted):
         raise ValueError(f"device {name!r} is not available on this machine: "
                          "use cpu, or auto")
     if wide and not has_float64(wanted):
         raise ValueError(f"device {name!r} has no float64, which this needs: use cpu, or auto")
     return wanted
+
+# %% ../nbs/01_runtime.ipynb #bc3c5162
+def _named(name: str) -> torch.device:
+    "The device of that name, whether it is there or not."
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        options = "use auto, cpu, cuda, cuda:N or mps"
+        raise ValueError(f"unknown device {name!r}: {options}") from None
 
 # %% ../nbs/01_runtime.ipynb #a1269fdb
 def _best_device() -> str:
@@ -99,14 +111,13 @@ def _is_there(wanted: torch.device) -> bool:
     if wanted.type == "meta": return False
     try:
         return torch.zeros(1, device=wanted).item() == 0
-    except (RuntimeError, AssertionError, NotImplementedError):
+    except (RuntimeError, AssertionError):
         return False
 
 # %% ../nbs/01_runtime.ipynb #c5a0f497
 def has_float64(dev: torch.device) -> bool:
     "Can this device compute in double precision?"
-    if dev.type in ("cpu", "cuda"): return True
-    if dev.type == "mps": return False
+    if dev.type in ("cpu", "cuda", "mps"): return dev.type != "mps"
     try:
         torch.empty(0, dtype=torch.float64, device=dev)
     except (TypeError, RuntimeError):
@@ -115,21 +126,23 @@ def has_float64(dev: torch.device) -> bool:
 
 # %% ../nbs/01_runtime.ipynb #faaf57e6
 def _wide_enough(best: torch.device, wide: bool) -> torch.device:
-    "The best device, or the CPU where float64 is needed and the best has none."
+    "The best device, or the CPU where that has no float64."
     if not wide or has_float64(best): return best
     warnings.warn(f"{best} has no float64, which this needs: computing on the cpu", stacklevel=3)
     return torch.device("cpu")
 
 # %% ../nbs/01_runtime.ipynb #479c6649
-def dtype_for(dev: torch.device, # where the tensors live
-              wide: bool = True, # float64 where the device has it
-             ) -> torch.dtype:
+def dtype_for(
+    dev: torch.device, # where the tensors live
+    wide: bool = True, # float64 where the device has it
+) -> torch.dtype:
     "float64 when wanted and possible, else float32."
     return torch.float64 if wide and has_float64(dev) else torch.float32
 
 # %% ../nbs/01_runtime.ipynb #49350855
 STRONG = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)) # P100, V100, A100, H100, B200
 
+# %% ../nbs/01_runtime.ipynb #12782012
 def weak_in_double(dev: torch.device) -> bool:
     "Has this device float64, at a small fraction of its float32 rate?"
     if dev.type != "cuda" or torch.version.hip: return False

@@ -22,18 +22,20 @@ from ..lab.store import peak_memory
 # %% ../../nbs/bench/00_measure.ipynb #2ed1fc31
 _Batches = list[tuple[Tensor, Tensor]]
 
-# %% ../../nbs/bench/00_measure.ipynb #58309e6c
-def _task(width: int, # of the hidden layers
-          n: int, # samples
-          batch: int, # samples in a batch
-         ) -> tuple[nn.Sequential, _Batches]: # the network and its loader
-    "The paper's MLP and random data of the size of a small image set."
+# %% ../../nbs/bench/00_measure.ipynb #d70e04a7
+def _mlp(width: int) -> nn.Sequential:
+    "Five hidden layers, no biases."
     dims = [784, *[width] * 5, 10]
-    with seeded(0):
-        linear = [nn.Linear(a, b, bias=False) for a, b in zip(dims, dims[1:])]
-        X, Y = torch.randn(n, 784), torch.randint(10, (n,))
+    linear = [nn.Linear(a, b, bias=False) for a, b in zip(dims, dims[1:])]
     layers = [m for layer in linear for m in (layer, nn.ReLU())]
-    return nn.Sequential(*layers[:-1]), list(zip(X.split(batch), Y.split(batch)))
+    return nn.Sequential(*layers[:-1])
+
+# %% ../../nbs/bench/00_measure.ipynb #58309e6c
+def _task(width: int, n: int, batch: int) -> tuple[nn.Sequential, _Batches]:
+    "The network, and random data of the size of a small image set."
+    with seeded(0):
+        net, X, Y = _mlp(width), torch.randn(n, 784), torch.randint(10, (n,))
+    return net, list(zip(X.split(batch), Y.split(batch)))
 
 # %% ../../nbs/bench/00_measure.ipynb #662fbecf
 def _plain(net: nn.Module, loader: _Batches) -> None:
@@ -43,29 +45,27 @@ def _plain(net: nn.Module, loader: _Batches) -> None:
         F.cross_entropy(net(x), y).backward()
 
 # %% ../../nbs/bench/00_measure.ipynb #bbb5b224
-def _measured(net: nn.Module, # the network
-              loader: _Batches, # its data
-              quantities: list[str], # names as of `measure`
-             ) -> None:
+def _measured(net: nn.Module, loader: _Batches, quantities: list[str]) -> None:
     "Measure, and form every matrix."
     rep = measure(net, F.cross_entropy, loader, 1e-4, quantities=quantities)
     for name in rep.layers:
         for q in quantities:
             rep[name].get(q)
 
+# %% ../../nbs/bench/00_measure.ipynb #516e897a
+def _agop_by_jacobians(rest: nn.Module, h: Tensor) -> Tensor: # d × d
+    "AGOP of the network from one layer on, at that layer's inputs."
+    J = torch.func.vmap(torch.func.jacrev(rest), chunk_size=100)(h) # n × c × d
+    return torch.einsum("ncd,nce->de", J, J) / len(h)
+
 # %% ../../nbs/bench/00_measure.ipynb #3c9ac787
-def _jacobians(net: nn.Sequential, # linear layers and activations
-               x: Tensor, # n × 784
-              ) -> list[Tensor]: # AGOP of every linear layer
-    "AGOP by per-sample Jacobians with respect to each layer's input."
+def _jacobians(net: nn.Sequential, x: Tensor) -> list[Tensor]:
+    "AGOP of each linear layer, by Jacobians."
     found = []
-    h = x
     for k, layer in enumerate(net):
         if isinstance(layer, nn.Linear):
-            jacobian = torch.func.vmap(torch.func.jacrev(net[k:]), chunk_size=100)
-            J = jacobian(h.detach()) # n × c × d
-            found.append(torch.einsum("ncd,nce->de", J, J) / len(x))
-        h = layer(h)
+            found.append(_agop_by_jacobians(net[k:], x.detach()))
+        x = layer(x)
     return found
 
 # %% ../../nbs/bench/00_measure.ipynb #0c8a6c61
@@ -76,7 +76,7 @@ def _fresh(batches: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 # %% ../../nbs/bench/00_measure.ipynb #4e9bbbc9
 def _peak_here(width: int, batches: int, batch: int) -> float: # MB
-    "Peak resident memory of this process after measuring so many batches."
+    "Peak memory of this process for so many batches."
     torch.set_num_threads(1)
     net, _ = _task(width, 1, 1)
     measure(net, F.cross_entropy, _fresh(batches, batch), 1e-4, agop="sketch", probes=2)
@@ -91,11 +91,11 @@ def _peak(width: int, batches: int, batch: int) -> float: # MB
     return float(done.stdout)
 
 # %% ../../nbs/bench/00_measure.ipynb #9d18fa0f
-def _memory(width: int, batches: int, batch: int) -> BenchRow:
-    "The line about memory: ten times the data."
-    few, many = _peak(width, batches, batch), _peak(width, 10 * batches, batch)
-    return value_row(f"peak memory, {10 * batches} batches / {batches}", many / few, "≤ 1.05×",
-                     f"{few:.0f} MB, {many:.0f} MB")
+def _memory(width: int, n: int, batch: int) -> BenchRow:
+    "Memory with ten times the data."
+    few, many = _peak(width, n, batch), _peak(width, 10 * n, batch)
+    name = f"peak memory, {10 * n} batches / {n}"
+    return value_row(name, many / few, "≤ 1.05×", f"{few:.0f} MB, {many:.0f} MB")
 
 # %% ../../nbs/bench/00_measure.ipynb #5272643e
 class _Size(NamedTuple):
@@ -115,48 +115,64 @@ _FACT = ["nfm", "bnfm", "fact", "bfact"]
 _ENFA = [*_FACT, "enfa", "benfa"]
 _AGOP = [*_ENFA, "agop", "bagop"]
 
-# %% ../../nbs/bench/00_measure.ipynb #5b6caff1
-def _seconds(size: _Size, rounds: int) -> dict[str, list[float]]: # name -> seconds, by round
-    "Every contender in turn, after a small call of each: a full one of Jacobians is long."
-    net, loader = _task(size.width, size.n, size.batch)
-    some = loader[0][0][:size.k]
-    _plain(net, loader[:1])
-    _measured(net, loader[:1], _FACT)
-    _jacobians(net, some[:2])
-    runs: dict[str, Callable[[], object]] = dict(
+# %% ../../nbs/bench/00_measure.ipynb #c5b8d95c
+def _contenders(net: nn.Sequential, loader: _Batches, some: Tensor) -> dict[str, Callable]:
+    "What is timed, by name; Jacobians on some samples only."
+    return dict(
         plain=lambda: _plain(net, loader),
         fact=lambda: _measured(net, loader, _FACT),
         enfa=lambda: _measured(net, loader, _ENFA),
         agop=lambda: _measured(net, loader, _AGOP),
         jacobians=lambda: _jacobians(net, some))
+
+# %% ../../nbs/bench/00_measure.ipynb #e8921372
+def _warm(net: nn.Sequential, loader: _Batches, some: Tensor) -> None:
+    "A small call of each kind."
+    _plain(net, loader[:1])
+    _measured(net, loader[:1], _FACT)
+    _jacobians(net, some[:2])
+
+# %% ../../nbs/bench/00_measure.ipynb #5b6caff1
+def _seconds(size: _Size, rounds: int) -> dict[str, list[float]]: # name -> seconds, by round
+    "Every contender in turn, the time of the Jacobians scaled to all samples."
+    net, loader = _task(size.width, size.n, size.batch)
+    some = loader[0][0][:size.k]
+    _warm(net, loader, some)
     with one_thread():
-        seconds = take_turns(runs, rounds, warm=False)
+        seconds = take_turns(_contenders(net, loader, some), rounds, warm=False)
     seconds["jacobians"] = [t * size.n / size.k for t in seconds["jacobians"]]
     return seconds
 
-# %% ../../nbs/bench/00_measure.ipynb #21a69d37
-def _rows(s: dict[str, list[float]], # seconds of `_seconds`
-          size: _Size,
-         ) -> list[BenchRow]:
-    "The lines about time."
+# %% ../../nbs/bench/00_measure.ipynb #83ad2dfe
+def _over_plain(s: dict[str, list[float]], scaled: str) -> list[BenchRow]:
+    "Everything as a multiple of the plain pass."
     flops = "the flop count says 1.17×, or 1.33× if all of the symmetric product were computed"
+    lines = [("NFM + FACT + bFACT", "fact", "≤ 1.3×", ""),
+             ("the same + eNFA + beNFA", "enfa", "≤ 1.7×", flops),
+             ("the same + exact AGOP + bAGOP", "agop", "≤ 9×", "10 outputs"),
+             ("AGOP by per-sample Jacobians", "jacobians", "", scaled)]
+    return [ratio_row(f"{what} / plain pass", s[key], s["plain"], target, note)
+            for what, key, target, note in lines]
+
+# %% ../../nbs/bench/00_measure.ipynb #cf13a6b5
+def _jacobians_over(s: dict[str, list[float]], scaled: str) -> list[BenchRow]:
+    "The Jacobians as a multiple of ours."
+    lines = [("NFM + FACT + bFACT", "fact", "≥ 10×"), ("all of ours", "agop", "")]
+    name = "AGOP by per-sample Jacobians"
+    return [ratio_row(f"{name} / {what}", s["jacobians"], s[key], target, scaled)
+            for what, key, target in lines]
+
+# %% ../../nbs/bench/00_measure.ipynb #21a69d37
+def _rows(s: dict[str, list[float]], size: _Size) -> list[BenchRow]:
+    "The lines about time."
     scaled = f"{size.k} samples, scaled to {size.n}"
-    ours = [("NFM + FACT + bFACT", "fact", "≤ 1.3×", ""),
-            ("the same + eNFA + beNFA", "enfa", "≤ 1.7×", flops),
-            ("the same + exact AGOP + bAGOP", "agop", "≤ 9×", "10 outputs"),
-            ("AGOP by per-sample Jacobians", "jacobians", "", scaled)]
-    rows = [ratio_row(f"{what} / plain pass", s[key], s["plain"], target, note)
-            for what, key, target, note in ours]
-    against = [("NFM + FACT + bFACT", "fact", "≥ 10×"), ("all of ours", "agop", "")]
-    jacobians = s["jacobians"]
-    rows += [ratio_row(f"AGOP by per-sample Jacobians / {what}", jacobians, s[key], target, scaled)
-             for what, key, target in against]
-    return rows
+    return _over_plain(s, scaled) + _jacobians_over(s, scaled)
 
 # %% ../../nbs/bench/00_measure.ipynb #f6707a3d
-def bench(rounds: int = 5, # how often everything is run
-          quick: bool = False, # a small network, to see that it works
-         ) -> list[BenchRow]:
-    "Cost of `measure` as a multiple of a plain forward and backward pass."
+def bench(
+    rounds: int = 5, # of everything
+    quick: bool = False, # with a small network
+) -> list[BenchRow]:
+    "Cost of `measure` in plain forward and backward passes."
     size = _QUICK if quick else _FULL
     return [*_rows(_seconds(size, rounds), size), _memory(size.width, *size.few)]

@@ -23,7 +23,7 @@ def _by_newton() -> Tensor:
 
 # %% ../../nbs/bench/03_separation.ipynb #02239872
 def _by_adam(steps: int) -> Tensor:
-    "The parameters after so many Adam steps, from the start that the solver has."
+    "The parameters after so many Adam steps, from the solver's start."
     rng = torch.Generator().manual_seed(0)
     start = .5 * torch.randn(50, generator=rng, dtype=torch.float64)
     seen = two_layer_adam(mixture(_P, _TAU), _LAM, start.numpy(), .01, [steps])
@@ -35,15 +35,20 @@ def _fact_error(theta: Tensor) -> float:
     M = two_layer_matrices(theta, mixture(_P, _TAU), _LAM)
     return rel_err(M["NFM"], M["FACT"])
 
+# %% ../../nbs/bench/03_separation.ipynb #802ec073
+def _quality(steps: int) -> str:
+    "How near a critical point both come, in words."
+    ours, theirs = _fact_error(_by_newton()), _fact_error(_by_adam(steps))
+    return f"r = {ours:.0e} against {theirs:.0e} after {steps} Adam steps"
+
 # %% ../../nbs/bench/03_separation.ipynb #9aac31b9
-def bench(rounds: int = 7, # how often each is run
-          quick: bool = False, # fewer Adam steps
-         ) -> list[BenchRow]:
+def bench(
+    rounds: int = 7, # how often each is run
+    quick: bool = False, # fewer Adam steps
+) -> list[BenchRow]:
     "CPU time of a million Adam steps (extrapolated) over that of one L-BFGS + Newton solve."
     steps = 500 if quick else 5_000
     seconds = take_turns(dict(ours=_by_newton, adam=lambda: _by_adam(steps)), rounds)
     million = [t * 1e6 / steps for t in seconds["adam"]]
-    ours, theirs = _fact_error(_by_newton()), _fact_error(_by_adam(steps))
-    note = f"r = {ours:.0e} against {theirs:.0e} after {steps} Adam steps"
     name = "million Adam steps / L-BFGS + Newton"
-    return [ratio_row(name, million, seconds["ours"], "> 1×", note)]
+    return [ratio_row(name, million, seconds["ours"], "> 1×", _quality(steps))]

@@ -32,27 +32,23 @@ class _Task(NamedTuple):
     X_test: Tensor # 1000 × d
 
 # %% ../../nbs/bench/01_solvers.ipynb #00fb9923
-def _task(n: int, # training points
-          d: int, # dimensions
-          c: int = 1, # targets
-          dtype: torch.dtype = torch.float32,
-         ) -> _Task:
-    "Normal points; targets sin(x₁) + x₂x₃/2 + noise, the columns shifted against each other."
+def _task(n: int, d: int, c: int = 1, dtype: torch.dtype = torch.float32) -> _Task:
+    "n normal points; c targets sin(x₁) + x₂x₃/2 + noise, the columns shifted against each other."
     g = torch.Generator().manual_seed(0)
     X = torch.randn(n + 1000, d, generator=g, dtype=torch.float64)
-    smooth = lambda j: X[:, j % d].sin() + X[:, (j + 1) % d] * X[:, (j + 2) % d] / 2
-    Y = torch.stack([smooth(j) for j in range(c)], 1)
+    Y = torch.stack([_smooth(X, j) for j in range(c)], 1)
     Y += .1 * torch.randn(Y.shape, generator=g, dtype=torch.float64)
     return _Task(X[:n].to(dtype), Y[:n].to(dtype), X[n:].to(dtype))
 
+# %% ../../nbs/bench/01_solvers.ipynb #695a324b
+def _smooth(X: Tensor, j: int) -> Tensor: # n
+    "The target of column j, without noise."
+    d = X.shape[1]
+    return X[:, j % d].sin() + X[:, (j + 1) % d] * X[:, (j + 2) % d] / 2
+
 # %% ../../nbs/bench/01_solvers.ipynb #9cc79bba
-def _pair(name: str, # what is compared with what
-          target: str, # what we ask for
-          over: Callable[[], object], # above the line
-          under: Callable[[], object], # below it
-          rounds: int, # how often each is called
-          note: str = "",
-         ) -> BenchRow:
+def _pair(name: str, target: str, over: Callable[[], object], under: Callable[[], object],
+          rounds: int, note: str = "") -> BenchRow:
     "Seconds of `over` as a multiple of those of `under`."
     seconds = take_turns(dict(over=over, under=under), rounds)
     a, b = seconds["over"], seconds["under"]
@@ -62,12 +58,13 @@ def _pair(name: str, # what is compared with what
 def _called(dtype: torch.dtype) -> str: return str(dtype).removeprefix("torch.")
 
 # %% ../../nbs/bench/01_solvers.ipynb #af8265db
-def floor_fit(X: Tensor, # n × d
-              Y: Tensor, # n × c
-              M: Tensor, # d × d, the metric
-              bandwidth: float, # L
-              ridge: float, # nλ
-             ) -> Tensor: # n × c
+def floor_fit(
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    M: Tensor, # d × d, the metric
+    bandwidth: float, # L
+    ridge: float, # nλ
+) -> Tensor: # n × c
     "A Laplace kernel fit in plain torch."
     XM = X @ M
     squares = (XM * X).sum(1)
@@ -77,62 +74,63 @@ def floor_fit(X: Tensor, # n × d
     return torch.cholesky_solve(Y, torch.linalg.cholesky(K))
 
 # %% ../../nbs/bench/01_solvers.ipynb #9f6cdee6
-def bench_fit(n: int, # training points
-              rounds: int, # of the pair
-             ) -> Iterator[BenchRow]:
+def _fit_row(n: int, dtype: torch.dtype, rounds: int) -> BenchRow:
     "Kernel and solve at one ridge, full metric, ten targets: ours over the floor."
+    X, Y, _ = _task(n, 50, 10, dtype)
+    M = torch.linspace(.5, 1.5, 50, dtype=dtype).diag()
+    L, room = median_bandwidth(X, M), torch.empty(n, n, dtype=dtype)
+    name = f"kernel + direct solve, n = {n}, {_called(dtype)}, over plain torch"
+    ours = lambda: solve_kernel(Laplace(L), X, Y, .01, M, method="direct", out=room)
+    return _pair(name, "≤ 1", ours, lambda: floor_fit(X, Y, M, L, .01), rounds)
+
+# %% ../../nbs/bench/01_solvers.ipynb #87057e91
+def bench_fit(n: int, rounds: int) -> Iterator[BenchRow]:
+    "One fit over the floor, in both precisions."
     for dtype in (torch.float32, torch.float64):
-        X, Y, _ = _task(n, 50, 10, dtype)
-        M = torch.linspace(.5, 1.5, 50, dtype=dtype).diag()
-        L = median_bandwidth(X, M)
-        room = torch.empty(n, n, dtype=dtype)
-        yield _pair(
-            f"kernel + direct solve, n = {n}, {_called(dtype)}, over plain torch", "≤ 1",
-            lambda: solve_kernel(Laplace(L), X, Y, .01, M, method="direct", out=room),
-            lambda: floor_fit(X, Y, M, L, .01), rounds)
+        yield _fit_row(n, dtype, rounds)
 
 # %% ../../nbs/bench/01_solvers.ipynb #6ae78b04
 _GRID = (10., 1., .1, .01, .001)
 
 # %% ../../nbs/bench/01_solvers.ipynb #b4e2ae50
-def _grid_row(make: Callable[[float], Kernel], # of a bandwidth
-              n: int, # training points
-              dtype: torch.dtype,
-              rounds: int, # of the pair
-             ) -> BenchRow:
-    "Direct solver: the grid over its smallest ridge alone."
+def _grid_row(make: Callable[[float], Kernel], n: int, dtype: torch.dtype, rounds: int) -> BenchRow:
+    "Direct solver: the grid over its smallest ridge alone, for the kernel of a bandwidth."
     X, Y, _ = _task(n, 50, 10, dtype)
     kernel = make(median_bandwidth(X))
     room = torch.empty(n, n, dtype=dtype)
     fit = lambda ridges: solve_kernel_grid(kernel, X, Y, ridges, method="direct", out=room)
     factors = [s.method for s in fit(_GRID)].count("cholesky")
     name = f"5 ridges over 1, direct, {type(kernel).__name__}, n = {n}, {_called(dtype)}"
-    return _pair(name, "≤ 4.5", lambda: fit(_GRID), lambda: fit(_GRID[-1:]), rounds,
-                 f"{factors} factors")
+    return _grid_over_last(name, "≤ 4.5", fit, rounds, f"{factors} factors")
+
+# %% ../../nbs/bench/01_solvers.ipynb #8d404002
+def _grid_over_last(name: str, target: str, fit: Callable, rounds: int, note: str) -> BenchRow:
+    "All ridges over the smallest alone."
+    return _pair(name, target, lambda: fit(_GRID), lambda: fit(_GRID[-1:]), rounds, note)
 
 # %% ../../nbs/bench/01_solvers.ipynb #d01fe232
-def bench_grid(n: int, # training points
-               rounds: int, # of the pair
-              ) -> Iterator[BenchRow]:
+def bench_grid(n: int, rounds: int) -> Iterator[BenchRow]:
     "Direct solver: a grid of ridges, both kernels, both precisions."
     for make in (Laplace, Gaussian):
         for dtype in (torch.float32, torch.float64):
             yield _grid_row(make, n, dtype, rounds)
 
 # %% ../../nbs/bench/01_solvers.ipynb #8c6d982d
-def bench_iterative_grid(n: int, # training points
-                         rounds: int, # of the pair
-                        ) -> Iterator[BenchRow]:
-    "Iterative solver: the grid over its smallest ridge alone, for one and for ten targets."
+def _iterative_row(n: int, c: int, rounds: int) -> BenchRow:
+    "Iterative solver: the grid over its smallest ridge alone, for c targets."
+    X, Y, _ = _task(n, 20, c)
+    kernel = Laplace(median_bandwidth(X))
+    fit = lambda ridges: solve_kernel_grid(kernel, X, Y, ridges, method="iterative")
+    entries = fit(_GRID)[0].entries / fit(_GRID[-1:])[0].entries
+    targets = "1 target" if c == 1 else f"{c} targets"
+    name = f"5 ridges over the smallest, iterative, n = {n}, {targets}"
+    return _grid_over_last(name, "≤ 2", fit, rounds, f"kernel entries {entries:.2f}")
+
+# %% ../../nbs/bench/01_solvers.ipynb #6ffeadfa
+def bench_iterative_grid(n: int, rounds: int) -> Iterator[BenchRow]:
+    "The iterative solver, for one and for ten targets."
     for c in (1, 10):
-        X, Y, _ = _task(n, 20, c)
-        kernel = Laplace(median_bandwidth(X))
-        fit = lambda ridges: solve_kernel_grid(kernel, X, Y, ridges, method="iterative")
-        entries = fit(_GRID)[0].entries / fit(_GRID[-1:])[0].entries
-        targets = "1 target" if c == 1 else f"{c} targets"
-        yield _pair(
-            f"5 ridges over the smallest, iterative, n = {n}, {targets}", "≤ 2",
-            lambda: fit(_GRID), lambda: fit(_GRID[-1:]), rounds, f"kernel entries {entries:.2f}")
+        yield _iterative_row(n, c, rounds)
 
 # %% ../../nbs/bench/01_solvers.ipynb #c1c71c6d
 @dataclass(frozen=True)
@@ -164,27 +162,35 @@ def _print_run(n: int) -> None:
     torch.set_num_threads(1)
     print(json.dumps(asdict(iterative_run(n))))
 
+# %% ../../nbs/bench/01_solvers.ipynb #7629b061
+def _said_by_fresh_python(code: str, what: str) -> str:
+    "What a new process prints; an error with its last line where it fails."
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if not done.returncode: return done.stdout
+    why = done.stderr.strip().splitlines()[-1]
+    raise RuntimeError(f"{what} failed in its own process: {why}")
+
 # %% ../../nbs/bench/01_solvers.ipynb #c19881ee
 def run_apart(n: int) -> IterativeRun:
     "`iterative_run` in a fresh process with one thread."
     code = f"from fact_nb.bench.solvers import _print_run; _print_run({n})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-1]
-        raise RuntimeError(f"the run with n = {n} failed in its own process: {why}")
-    return IterativeRun(**json.loads(done.stdout.splitlines()[-1]))
+    said = _said_by_fresh_python(code, f"the run with n = {n}")
+    return IterativeRun(**json.loads(said.splitlines()[-1]))
 
 # %% ../../nbs/bench/01_solvers.ipynb #25db7847
-def growth_row(a: IterativeRun, # the smaller
-               b: IterativeRun, # the larger
-              ) -> BenchRow:
-    "Growth of the work between two sizes."
-    exponent = lambda w1, w2: math.log(w2 / w1) / math.log(b.n / a.n)
-    note = (f"seconds grow with exponent {exponent(a.seconds, b.seconds):.2f}: "
+def _exponent(a: IterativeRun, b: IterativeRun, work: str) -> float:
+    "How some kind of work grows with n from one run to the other."
+    ratio = getattr(b, work) / getattr(a, work)
+    return math.log(ratio) / math.log(b.n / a.n)
+
+# %% ../../nbs/bench/01_solvers.ipynb #78d2737e
+def growth_row(a: IterativeRun, b: IterativeRun) -> BenchRow:
+    "Growth of the work from a smaller size to a larger one."
+    note = (f"seconds grow with exponent {_exponent(a, b, 'seconds'):.2f}: "
             f"{a.seconds:.3g} s, {b.seconds:.3g} s; "
             f"products {a.products}, {b.products}; rank {a.rank}, {b.rank}")
     name = f"iterative, growth in kernel entries, n = {a.n} to {b.n}: exponent"
-    return value_row(name, exponent(a.entries, b.entries), "≤ 2.3", note)
+    return value_row(name, _exponent(a, b, "entries"), "≤ 2.3", note)
 
 # %% ../../nbs/bench/01_solvers.ipynb #8b23c116
 def memory_row(run: IterativeRun) -> BenchRow:
@@ -195,9 +201,7 @@ def memory_row(run: IterativeRun) -> BenchRow:
     return value_row(name, run.gigabytes, "≤ 4", note)
 
 # %% ../../nbs/bench/01_solvers.ipynb #5fa015e3
-def bench_large(sizes: tuple[int, int], # between which growth is measured
-                largest: int, # where memory is
-               ) -> Iterator[BenchRow]:
+def bench_large(sizes: tuple[int, int], largest: int) -> Iterator[BenchRow]:
     "Growth of the work between two sizes, and peak memory at the largest."
     yield growth_row(*map(run_apart, sizes))
     yield memory_row(run_apart(largest))
@@ -209,11 +213,8 @@ class _Predictions(NamedTuple):
     seconds: float
 
 # %% ../../nbs/bench/01_solvers.ipynb #5e1b0d2d
-def _predictions(task: _Task, # in the precision of the fit
-                 kernel: Kernel,
-                 method: str, # direct, iterative
-                ) -> _Predictions:
-    "Fit at ridge 1e-2 and predict."
+def _predictions(task: _Task, kernel: Kernel, method: str) -> _Predictions:
+    "Fit at ridge 1e-2 in the precision of the task, and predict."
     start = time.process_time()
     fitted = solve_kernel(kernel, task.X, task.Y, 1e-2, method=method)
     seconds = time.process_time() - start
@@ -246,9 +247,10 @@ _FULL = _Sizes(4000, 5000, (10_000, 40_000), 50_000, 10_000)
 _QUICK = _Sizes(400, 500, (400, 1600), 2000, 500)
 
 # %% ../../nbs/bench/01_solvers.ipynb #84b1dbf8
-def bench(rounds: int = 7, # of each timed pair
-          quick: bool = False, # small sizes
-         ) -> list[BenchRow]:
+def bench(
+    rounds: int = 7, # of each timed pair
+    quick: bool = False, # small sizes
+) -> list[BenchRow]:
     "All rows of the solver benchmark."
     sizes = _QUICK if quick else _FULL
     with one_thread():

@@ -18,10 +18,11 @@ from ..machines.batched import METHODS, Rules, published, reference
 from ..lab.benchmark import BenchRow, ratio_row, seconds_note
 
 # %% ../../nbs/bench/04_tabular.ipynb #b81d2282
-def drawn_tables(most: int = 5000, # rows
-                 count: int = 10, # tables
-                 seed: int = 0, # of the lot
-                ) -> list[str]: # from small to large
+def drawn_tables(
+    most: int = 5000, # rows
+    count: int = 10, # tables
+    seed: int = 0, # of the lot
+) -> list[str]: # from small to large
     "Names of tables drawn by lot."
     small = [name for name, meta in META.items() if meta.n <= most]
     names = np.random.default_rng(seed).choice(small, count, replace=False)
@@ -34,6 +35,11 @@ class BothWays(NamedTuple):
     theirs: float # CPU seconds of the reference
     agree: bool # the same choices and accuracies?
 
+# %% ../../nbs/bench/04_tabular.ipynb #539f7a19
+def _agree(ours: list[dict], theirs: dict[str, dict]) -> bool:
+    "Is everything that the plain way reports the same in the fast one's rows?"
+    return all(row[k] == v for row in ours for k, v in theirs[row["method"]].items())
+
 # %% ../../nbs/bench/04_tabular.ipynb #e677f9ac
 def both_ways(T: Table) -> BothWays:
     "All four methods on one table, the fast way and the plain one."
@@ -41,9 +47,7 @@ def both_ways(T: Table) -> BothWays:
     ours = published(Rules(), T)
     middle = time.process_time()
     theirs = {m: reference(T, m) for m in METHODS}
-    end = time.process_time()
-    agree = all(row[k] == v for row in ours for k, v in theirs[row["method"]].items())
-    return BothWays(middle - start, end - middle, agree)
+    return BothWays(middle - start, time.process_time() - middle, _agree(ours, theirs))
 
 # %% ../../nbs/bench/04_tabular.ipynb #ddef1207
 def _tables(quick: bool) -> tuple[str, list[Table]]: # what they are, and the tables
@@ -55,9 +59,7 @@ def _tables(quick: bool) -> tuple[str, list[Table]]: # what they are, and the ta
     return f"{len(tables)} random tables, n ≤ 5000", tables
 
 # %% ../../nbs/bench/04_tabular.ipynb #dd2856f0
-def _row(what: str, # the tables in words
-         seen: Sequence[Sequence[BothWays]], # by round, by table
-        ) -> BenchRow:
+def _row(what: str, seen: Sequence[Sequence[BothWays]]) -> BenchRow: # by round, by table
     "The ratio of the sums over all tables."
     ours = [sum(once.ours for once in tables) for tables in seen]
     theirs = [sum(once.theirs for once in tables) for tables in seen]
@@ -67,9 +69,10 @@ def _row(what: str, # the tables in words
                      seconds_note(theirs, ours, same))
 
 # %% ../../nbs/bench/04_tabular.ipynb #bf8e599b
-def bench(rounds: int = 7, # how often the tables are gone through
-          quick: bool = False, # two small tables, once
-         ) -> list[BenchRow]:
+def bench(
+    rounds: int = 7, # how often the tables are gone through
+    quick: bool = False, # two small tables, once
+) -> list[BenchRow]:
     "The published protocol, four methods, against the plain implementation."
     what, tables = _tables(quick)
     both_ways(tables[0]) # warm caches and lazy imports

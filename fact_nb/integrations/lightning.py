@@ -6,7 +6,7 @@
 __all__ = ['FactCallback']
 
 # %% ../../nbs/integrations/02_lightning.ipynb #c482182f
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -30,16 +30,16 @@ except ImportError as e:
 # %% ../../nbs/integrations/02_lightning.ipynb #2897ad69
 class FactCallback(Callback):
     "Measures a LightningModule every so many optimizer steps and logs the numbers."
-    def __init__(self,
-                 every: int = 100, # optimizer steps between two looks
-                 samples: int | None = None, # rows of the probe; None for four training batches
-                 probe: list | None = None, # batches of your own, instead of training rows
-                 weight_decay: float | Mapping | None = None, # None for that of the optimizer
-                 # loss_fn(output, target), with forward=, instead of training_step
-                 loss_fn: Callable | None = None,
-                 # (module, batch) → (output, target); with loss_fn
-                 forward: Callable | None = None,
-                 **options: Any): # of `Probing` and of `measure`: quantities, follow, mode, …
+    def __init__(
+        self,
+        every: int = 100, # optimizer steps between two looks
+        samples: int | None = None, # rows of the probe; None for four training batches
+        probe: list | None = None, # batches of your own, instead of training rows
+        weight_decay: float | Mapping | None = None, # None for that of the optimizer
+        loss_fn: Callable | None = None, # of (output, target), instead of training_step
+        forward: Callable | None = None, # (module, batch) → (output, target); with loss_fn
+        **options: Any, # of `Probing` and of `measure`: quantities, follow, mode, …
+    ):
         self.samples = samples
         self.probe = probe
         self.weight_decay = weight_decay
@@ -65,31 +65,48 @@ class FactCallback(Callback):
         "What was seen, a row per look."
         return self.looks.history
 
-# %% ../../nbs/integrations/02_lightning.ipynb #8438cbca
-def _make_probe(c: FactCallback, trainer: Trainer) -> list:
-    "Batches of the first training rows."
+# %% ../../nbs/integrations/02_lightning.ipynb #5459df5a
+def _row_loader(trainer: Trainer) -> DataLoader:
+    "The loader that trains, if its rows have numbers."
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ValueError("the training data is no DataLoader over rows with numbers: pass probe=, "
                          "a list of batches as training_step takes them")
-    rank, world = trainer.global_rank, trainer.world_size
+    return loader
+
+# %% ../../nbs/integrations/02_lightning.ipynb #8438cbca
+def _make_probe(c: FactCallback, trainer: Trainer) -> list:
+    "Batches of the first training rows."
+    loader, world = _row_loader(trainer), trainer.world_size
     size = loader.batch_size or 1
     count = min(c.samples or 4 * size * world, len(loader.dataset)) # type: ignore[arg-type]
-    rows = Subset(loader.dataset, range(rank, count, world))
+    rows = Subset(loader.dataset, range(trainer.global_rank, count, world))
     with seeded(0):
         return list(DataLoader(rows, batch_size=size, collate_fn=loader.collate_fn))
 
-# %% ../../nbs/integrations/02_lightning.ipynb #db3cee05
-def _begin(c: FactCallback, trainer: Trainer, module: LightningModule) -> None:
-    "What is checked and made once, when training begins."
+# %% ../../nbs/integrations/02_lightning.ipynb #bbc5a234
+def _check_way(c: FactCallback, module: LightningModule) -> None:
+    "Raise when there is no way to a loss."
     if (c.loss_fn is None) != (c.forward is None):
         raise ValueError("loss_fn and forward belong together: pass both or neither")
     if c.loss_fn is None:
         _check_step(c, module)
+
+# %% ../../nbs/integrations/02_lightning.ipynb #db3cee05
+def _begin(c: FactCallback, trainer: Trainer, module: LightningModule) -> None:
+    "What is made once, when training begins."
+    _check_way(c, module)
     if c.probe is None:
         c.probe = _make_probe(c, trainer)
     if c.looks.follow is not None:
         c.looks.follow.follow(_optimizer(trainer))
+
+# %% ../../nbs/integrations/02_lightning.ipynb #d44d59ab
+def _needing_outputs(quantities: Sequence[str]) -> list[str]:
+    "Those that are not made from weights and gradients alone."
+    free = Source.WEIGHT, Source.CHANGE, Source.GRADIENT
+    asked = [QUANTITIES[q] for q in quantities]
+    return [q.name for q in asked if q.source not in free]
 
 # %% ../../nbs/integrations/02_lightning.ipynb #bd52035d
 def _check_step(c: FactCallback, module: LightningModule) -> None:
@@ -97,68 +114,68 @@ def _check_step(c: FactCallback, module: LightningModule) -> None:
     advice = "pass forward=lambda module, batch: (output, target) and loss_fn="
     if not module.automatic_optimization:
         raise ValueError(f"the module optimizes by hand inside training_step: {advice}")
-    asked = [QUANTITIES[q] for q in c.looks.options["quantities"]]
-    free = Source.WEIGHT, Source.CHANGE, Source.GRADIENT
-    needs = [q.name for q in asked if q.source not in free]
-    if needs:
+    if needs := _needing_outputs(c.looks.options["quantities"]):
         raise ValueError(f"{needs[0]} needs the outputs, and training_step returns a loss: "
                          f"{advice}")
 
 # %% ../../nbs/integrations/02_lightning.ipynb #55e25e9f
 def _optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     "The optimizer; with several, the decay has to be named."
-    if len(trainer.optimizers) == 1: return trainer.optimizers[0]
-    raise ValueError(f"the module has {len(trainer.optimizers)} optimizers: pass weight_decay=, "
+    count = len(trainer.optimizers)
+    if count == 1: return trainer.optimizers[0]
+    raise ValueError(f"the module has {count} optimizers: pass weight_decay=, "
                      "a number or a mapping layer → λ")
 
 # %% ../../nbs/integrations/02_lightning.ipynb #2cfe77a5
 @contextmanager
 def _unlogged(module: LightningModule) -> Iterator[None]:
     "Inside the block, self.log and self.log_dict do nothing."
-    names = ("log", "log_dict")
-    for name in names:
-        module.__dict__[name] = lambda *args, **kwargs: None
+    nothing = lambda *args, **kwargs: None
+    module.__dict__.update(log=nothing, log_dict=nothing)
     try:
         yield
     finally:
-        for name in names:
-            del module.__dict__[name]
+        del module.__dict__["log"], module.__dict__["log_dict"]
+
+# %% ../../nbs/integrations/02_lightning.ipynb #66c75114
+def _state_of(m: Metric) -> dict[str, Any]:
+    "What an update of a metric changes."
+    sums = deepcopy({k: getattr(m, k) for k in m._defaults})
+    return sums | dict(_update_count=m._update_count, _computed=m._computed)
 
 # %% ../../nbs/integrations/02_lightning.ipynb #85d7a947
 @contextmanager
 def _uncounted(module: nn.Module) -> Iterator[None]:
-    "Inside the block, metrics may be updated; afterwards they are as they were."
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
-    kept = [(m, deepcopy({k: getattr(m, k) for k in m._defaults}), m._update_count, m._computed)
-            for m in metrics]
+    "Metrics that are updated inside the block are as before afterwards."
+    kept = [(m, _state_of(m)) for m in module.modules() if isinstance(m, Metric)]
     try:
         yield
     finally:
-        for m, state, count, computed in kept:
-            for name, value in state.items():
-                setattr(m, name, value)
-            m._update_count, m._computed = count, computed
+        for m, name, value in ((m, *item) for m, state in kept for item in state.items()):
+            setattr(m, name, value)
 
 # %% ../../nbs/integrations/02_lightning.ipynb #7a2ba02f
 def _samples(batch: Any) -> int:
-    "How many samples a batch holds: the length of its first tensor."
+    "The length of the first tensor."
     if isinstance(batch, Tensor): return len(batch)
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(parts, (list, tuple)) or isinstance(batch, Mapping):
-        for part in parts:
-            if found := _samples(part): return found
-    return 0
+    parts = [*batch.values()] if isinstance(batch, Mapping) else batch
+    if not isinstance(parts, (list, tuple)): return 0
+    return next(filter(None, map(_samples, parts)), 0)
+
+# %% ../../nbs/integrations/02_lightning.ipynb #7eb6d5c7
+def _loss_in(got: Any) -> Tensor:
+    "The loss of a training_step."
+    loss = got["loss"] if isinstance(got, Mapping) else got
+    if isinstance(loss, Tensor): return loss
+    raise ValueError("training_step returned no loss on the probe: pass probe=, batches on "
+                     "which it does")
 
 # %% ../../nbs/integrations/02_lightning.ipynb #2672b4ed
 def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> tuple[Tensor, Tensor]:
     "Something with a row per sample, and the loss of training_step."
     batch = trainer.strategy.batch_to_device(batch)
     with trainer.precision_plugin.train_step_context():
-        got = module.training_step(batch, 0)
-    loss = got["loss"] if isinstance(got, Mapping) else got
-    if not isinstance(loss, Tensor):
-        raise ValueError("training_step returned no loss on the probe: pass probe=, batches on "
-                         "which it does")
+        loss = _loss_in(module.training_step(batch, 0))
     return torch.zeros(_samples(batch) or 1, device=loss.device), loss
 
 # %% ../../nbs/integrations/02_lightning.ipynb #347103fa

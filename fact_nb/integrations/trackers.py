@@ -20,51 +20,61 @@ from ..networks.report import Report
 from ..networks.watch import is_due, tidy, with_targets
 
 # %% ../../nbs/integrations/00_trackers.ipynb #23ce4850
-def plain_name(column: str, # of a report's table
-              ) -> str:
+def plain_name(
+    column: str, # of a report's table
+) -> str:
     "A column's name in letters that every tracker takes."
     return re.sub(r"^r\((.*)\)$", r"\1_error", column)
 
 # %% ../../nbs/integrations/00_trackers.ipynb #ca4ebb7f
-def numbers(rep: Report, # what was measured
-            similarity: str = "pearson", # or "cosine"
-            prefix: str = "fact", # the group in the tracker
-           ) -> dict[str, float]: # "fact/layer/FACT" → number
+def numbers(
+    rep: Report, # what was measured
+    similarity: str = "pearson", # or "cosine"
+    prefix: str = "fact", # the group in the tracker
+) -> dict[str, float]: # "fact/layer/FACT" → number
     "A report as a flat dictionary of numbers."
     rows = [(r["layer"], plain_name(r["quantity"]), r["value"])
             for r in tidy(rep, similarity, symmetrise=False)]
-    by_column: dict[str, list[float]] = {}
-    for _, column, value in rows:
-        by_column.setdefault(column, []).append(value)
-    medians = {f"{prefix}/median/{c}": float(pd.Series(v).median()) for c, v in by_column.items()}
-    return ({f"{prefix}/probe_loss": rep.loss} | medians
-            | {f"{prefix}/{layer}/{column}": value for layer, column, value in rows})
+    medians = {f"{prefix}/median/{c}": v for c, v in _medians(rows).items()}
+    by_layer = {f"{prefix}/{layer}/{column}": value for layer, column, value in rows}
+    return {f"{prefix}/probe_loss": rep.loss} | medians | by_layer
+
+# %% ../../nbs/integrations/00_trackers.ipynb #d327906e
+def _medians(rows: list[tuple[str, str, float]]) -> dict[str, float]:
+    "Of (layer, column, value): column → the median over its layers."
+    frame = pd.DataFrame(rows, columns=["layer", "column", "value"])
+    return frame.groupby("column", sort=False)["value"].median().to_dict()
 
 # %% ../../nbs/integrations/00_trackers.ipynb #aef0dc52
-def follower_numbers(follower: Any, # a Motion or a MeanStep
-                     prefix: str = "fact", # the group in the tracker
-                    ) -> dict[str, float]: # "fact/layer/MeanStep_pearson" → number
+def follower_numbers(
+    follower: Any, # a Motion or a MeanStep
+    prefix: str = "fact", # the group in the tracker
+) -> dict[str, float]: # "fact/layer/MeanStep_pearson" → number
     "The table of something that follows the optimizer, as a flat dictionary."
-    kind = type(follower).__name__
     found: dict[str, float] = {}
     for row in follower.table().to_dict("records"):
-        layer, side = row.pop("layer"), row.pop("side", "forward")
-        name = kind if side == "forward" else f"{kind}_{side}"
-        values = {k: float(v) for k, v in row.items() if not pd.isna(v)}
-        found |= {f"{prefix}/{layer}/{name}_{k}": v for k, v in values.items()}
-    return found
+        found |= _row_numbers(type(follower).__name__, row)
+    return {f"{prefix}/{name}": value for name, value in found.items()}
+
+# %% ../../nbs/integrations/00_trackers.ipynb #f37d8f7e
+def _row_numbers(kind: str, row: dict[str, Any]) -> dict[str, float]:
+    "A row of such a table, with the layer in the names."
+    layer, side = row.pop("layer"), row.pop("side", "forward")
+    name = kind if side == "forward" else f"{kind}_{side}"
+    return {f"{layer}/{name}_{k}": float(v) for k, v in row.items() if not pd.isna(v)}
 
 # %% ../../nbs/integrations/00_trackers.ipynb #8fb849dc
 class Probing:
     "Measures every so often on a fixed probe, and keeps the numbers and the time it took."
-    def __init__(self,
-                 every: int | Collection[int] = 100, # a period, or the steps at which to look
-                 # as in `measure`; FACT needs one backward pass, AGOP many
-                 quantities: Sequence[str] = ("fact",),
-                 similarity: str = "pearson", # or "cosine"
-                 prefix: str = "fact", # the group in the tracker
-                 follow: Any = None, # a Motion or MeanStep, whose table is logged as well
-                 **options: Any): # further options of `measure`: mode, agop, layers, …
+    def __init__(
+        self,
+        every: int | Collection[int] = 100, # a period, or the steps at which to look
+        quantities: Sequence[str] = ("fact",), # as in `measure`; AGOP needs many backward passes
+        similarity: str = "pearson", # or "cosine"
+        prefix: str = "fact", # the group in the tracker
+        follow: Any = None, # a Motion or MeanStep, whose table is logged as well
+        **options: Any, # further options of `measure`: mode, agop, layers, …
+    ):
         if isinstance(every, int) and every < 1:
             raise ValueError(f"every must be 1 or more, not {every}")
         self.every = every
@@ -81,14 +91,15 @@ class Probing:
         "Is it time to look?"
         return is_due(step, self.every)
 
-    def look(self,
-             step: int, # steps so far
-             model: nn.Module, # left exactly as it is
-             loss_fn: Callable, # mean loss of a batch
-             probe: Iterable, # the batches, always the same
-             weight_decay: float | Mapping | torch.optim.Optimizer, # λ, as in `measure`
-             **options: Any, # of `measure`, for this look only
-            ) -> dict[str, float]: # what to log
+    def look(
+        self,
+        step: int, # steps so far
+        model: nn.Module, # left exactly as it is
+        loss_fn: Callable, # mean loss of a batch
+        probe: Iterable, # the batches, always the same
+        weight_decay: float | Mapping | torch.optim.Optimizer, # λ, as in `measure`
+        **options: Any, # of `measure`, for this look only
+    ) -> dict[str, float]: # what to log
         "Measure now."
         return _looked(self, step, model, loss_fn, probe, weight_decay, options)
 
@@ -110,12 +121,17 @@ def _looked(w: Probing, step: int, model: nn.Module, loss_fn: Callable, probe: I
         raise ValueError("the probe can be read only once: pass a list of batches")
     begin = time.perf_counter()
     rep = measure(model, loss_fn, probe, decay, **(w.options | options))
-    found = numbers(rep, w.similarity, w.prefix)
-    if w.follow is not None and w.follow.count:
-        found |= follower_numbers(w.follow, w.prefix)
+    found = _numbers_of(w, rep)
     w.rows.append({"step": step} | found)
     _clock(w, begin)
     return found
+
+# %% ../../nbs/integrations/00_trackers.ipynb #c31388e9
+def _numbers_of(w: Probing, rep: Report) -> dict[str, float]:
+    "Those of the report, and of a follower that has seen a step."
+    found = numbers(rep, w.similarity, w.prefix)
+    if w.follow is None or not w.follow.count: return found
+    return found | follower_numbers(w.follow, w.prefix)
 
 # %% ../../nbs/integrations/00_trackers.ipynb #63b39146
 def _clock(w: Probing, begin: float) -> None:
@@ -134,10 +150,11 @@ def _overhead(w: Probing) -> float:
     return w.seconds / training
 
 # %% ../../nbs/integrations/00_trackers.ipynb #bafacbbe
-def send(tracker: Any, # a SummaryWriter, wandb, trackio, an Accelerator, a logger, or a function
-         found: Mapping[str, float], # what `Probing.look` returned
-         step: int, # where on the axis
-        ) -> None:
+def send(
+    tracker: Any, # a SummaryWriter, wandb, trackio, an Accelerator, a logger, or a function
+    found: Mapping[str, float], # what `Probing.look` returned
+    step: int, # where on the axis
+) -> None:
     "Hand numbers to a tracker."
     if hasattr(tracker, "add_scalar"):
         for name, value in found.items():
@@ -149,5 +166,10 @@ def send(tracker: Any, # a SummaryWriter, wandb, trackio, an Accelerator, a logg
     elif callable(tracker):
         tracker(dict(found), step)
     else:
-        raise TypeError(f"a {type(tracker).__name__} is no tracker: it has none of add_scalar, "
-                        "log_metrics and log; pass a function of (numbers, step)")
+        raise _no_tracker(tracker)
+
+# %% ../../nbs/integrations/00_trackers.ipynb #f2d01ce9
+def _no_tracker(thing: object) -> TypeError:
+    "The error for something that numbers cannot be handed to."
+    return TypeError(f"a {type(thing).__name__} is no tracker: it has none of add_scalar, "
+                     "log_metrics and log; pass a function of (numbers, step)")

@@ -15,7 +15,7 @@ __all__ = ['METHODS', 'LEARNERS', 'BLOCKED', 'REFINE', 'SKETCH', 'ROOM', 'STACKE
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from scipy.linalg import lapack
@@ -28,8 +28,8 @@ from ..files import NotAState, load_state, save_state
 from .direct import cho_solve, cholesky_, refine_, restore_
 from .gradients import agop_core, fact_core
 from .iterative import KernelProduct, Nystrom, default_rank, refine_rounds
-from .kernels import Laplace, evaluate_pairs, evaluate_both, pairs, shrink_norms
-from .kernels import strip_rows
+from .kernels import Laplace, Pairs, evaluate_both, evaluate_pairs, pairs
+from .kernels import shrink_norms, strip_rows
 from .solvers import available_memory
 from .updates import Fact, Nfa
 from ..runtime import exact_products, weak_in_double
@@ -38,7 +38,7 @@ from ..runtime import exact_products, weak_in_double
 METHODS = dict(kernel="kernel regression", nfa="NFA-RFM", fact="FACT-RFM",
                geometric="FACT-RFM, geometric")
 
-# the rules of those that learn; the published protocol takes AGOP as it is
+# %% ../../nbs/machines/09_batched.ipynb #d21db852
 LEARNERS: dict[str, Fact | Nfa] = dict(nfa=Nfa(1., "stay"), fact=Fact(geometric=False),
                                        geometric=Fact())
 
@@ -58,8 +58,9 @@ class Rules:
     def learners(self) -> list[str]: return [m for m in self.methods if m in LEARNERS]
 
 # %% ../../nbs/machines/09_batched.ipynb #49e5e5d9
-def scalings(X: Tensor, # n × d rows as they come
-            ) -> dict[bool, Tensor]: # normalised? -> n × d
+def scalings(
+    X: Tensor, # n × d rows as they come
+) -> dict[bool, Tensor]: # normalised? -> n × d
     "The rows as they are tried: scaled to unit length, and as they come."
     norm = X.norm(dim=1, keepdim=True)
     return ({True: X / norm} if (norm > 0).all() else {}) | {False: X}
@@ -67,16 +68,17 @@ def scalings(X: Tensor, # n × d rows as they come
 # %% ../../nbs/machines/09_batched.ipynb #d8ab84bf
 @dataclass(frozen=True)
 class Choice:
-    "A setting that was selected, with what it scored on the validation rows."
-    right: int # validation rows predicted right
+    "A setting, and what it scored."
+    right: int # validation rows right
     ridge: float # nλ
-    normalised: bool # were the rows scaled to unit length?
+    normalised: bool # were rows scaled to unit length?
     iterate: int # updates of M; 0 is kernel regression
     M: Tensor | None # d × d; None is the identity
 
 # %% ../../nbs/machines/09_batched.ipynb #e5dc5440
-def first_best(found: list[Choice], # in the order of the search
-              ) -> Choice:
+def first_best(
+    found: list[Choice], # in the order of the search
+) -> Choice:
     "The first choice that no other exceeds."
     return max(found, key=lambda c: c.right) # max keeps the first
 
@@ -84,37 +86,46 @@ def first_best(found: list[Choice], # in the order of the search
 # rows from which the factor is the library's own: in the lower triangle, from K in the upper one
 BLOCKED = 8000
 
+def _blocked(K: Tensor) -> bool:
+    "Is the factor the library's own? On a device it always is."
+    return len(K) >= BLOCKED or K.device.type != "cpu"
+
 # %% ../../nbs/machines/09_batched.ipynb #5ea7d695
-def factor_(K: Tensor, # n × n; one triangle becomes the factor, the other stays
-            lower: bool, # which
-           ) -> None:
+def factor_(
+    K: Tensor, # n × n; one triangle becomes the factor, the other stays
+    lower: bool, # which
+) -> None:
     "The Cholesky factor in place; an error when K is not positive definite."
-    potrf = lapack.dpotrf if K.dtype == torch.float64 else lapack.spotrf
-    if len(K) >= BLOCKED or K.device.type != "cpu": # in place, without a second matrix
-        info = cholesky_(K, K.diagonal().clone())
-    else: # LAPACK counts columns first: its triangles are ours, transposed
-        _, info = potrf(K.numpy().T, lower=not lower, overwrite_a=1, clean=0)
+    info = cholesky_(K, K.diagonal().clone()) if _blocked(K) else _potrf_(K, lower)
     if info:
         raise torch.linalg.LinAlgError("the kernel matrix with its ridge is not positive definite "
                                        f"at row {info} of {len(K)}")
 
+# %% ../../nbs/machines/09_batched.ipynb #4f2d3a4e
+def _potrf_(K: Tensor, lower: bool) -> int: # 0, or the row where it failed
+    "LAPACK's factor in place, without a second matrix."
+    potrf = lapack.dpotrf if K.dtype == torch.float64 else lapack.spotrf
+    return potrf(K.numpy().T, lower=not lower, overwrite_a=1, clean=0)[1]
+
 # %% ../../nbs/machines/09_batched.ipynb #b5115066
-def back(K: Tensor, # n × n, from `factor_`
-         Y: Tensor, # n × c
-         lower: bool, # the triangle of the factor
-        ) -> Tensor: # n × c
+def back(
+    K: Tensor, # n × n, from `factor_`
+    Y: Tensor, # n × c
+    lower: bool, # the triangle of the factor
+) -> Tensor: # n × c
     "K⁻¹ Y from the factor in one triangle."
-    if len(K) >= BLOCKED or K.device.type != "cpu": return cho_solve(K, Y)
+    if _blocked(K): return cho_solve(K, Y)
     potrs = lapack.dpotrs if K.dtype == torch.float64 else lapack.spotrs
     return torch.from_numpy(potrs(K.numpy().T, Y.numpy(), lower=not lower)[0])
 
 # %% ../../nbs/machines/09_batched.ipynb #aa57978b
 @exact_products()
-def distances(X: Tensor, # n × d, centred
-              Z: Tensor, # m × d, centred like X
-              M: Tensor, # B × d × d
-              out: Tensor, # B × n × m
-             ) -> Tensor: # out
+def distances(
+    X: Tensor, # n × d, centred
+    Z: Tensor, # m × d, centred like X
+    M: Tensor, # B × d × d
+    out: Tensor, # B × n × m
+) -> Tensor: # out
     "√t for a stack of metrics."
     A = X @ M                                                        # B × n × d
     s = shrink_norms((A * X).sum(-1, keepdim=True))
@@ -125,30 +136,39 @@ def distances(X: Tensor, # n × d, centred
     return out.add_(u[:, None]).clamp_(min=0).sqrt_()
 
 # %% ../../nbs/machines/09_batched.ipynb #aef398c9
-def solve_lu(A: Tensor, # n × n
-             Y: Tensor, # n × c
-            ) -> Tensor: # n × c; nan when A is singular
+def solve_lu(
+    A: Tensor, # n × n
+    Y: Tensor, # n × c
+) -> Tensor: # n × c; nan when A is singular
     "A⁻¹ Y by LU, for a matrix that is not positive definite."
     X, info = torch.linalg.solve_ex(A, Y)
     return X * float("nan") if info or not torch.isfinite(A).all() else X
 
 # %% ../../nbs/machines/09_batched.ipynb #4cd5925d
-def fit_stack(rules: Rules, # gives the bandwidth
-              X: Tensor, # n × d, centred
-              Y: Tensor, # n × c
-              M: Tensor, # B × d × d, or 1 × d × d for all ridges
-              ridges: tuple[float, ...], # B numbers
-              room: tuple[Tensor, Tensor], # two of (B or 1) × n × n, for K and for C
-             ) -> tuple[Tensor, Tensor]: # α, B × n × c, and C
+def fit_stack(
+    rules: Rules, # gives the bandwidth
+    X: Tensor, # n × d, centred
+    Y: Tensor, # n × c
+    M: Tensor, # B × d × d, or 1 × d × d for all ridges
+    ridges: tuple[float, ...], # B numbers
+    room: tuple[Tensor, Tensor], # two of (B or 1) × n × n, for K and for C
+) -> tuple[Tensor, Tensor]: # α, B × n × c, and C
     "Kernel machines for a stack of metrics and ridges, with C of ∇K = C·M(x − x')."
-    K, r = room
-    distances(X, X, M, r).diagonal(dim1=1, dim2=2).zero_()
-    torch.exp(r.mul_(-1 / rules.bandwidth), out=K)                    # r is −r/L from here on
-    C = torch.div(K, r, out=r).nan_to_num_(posinf=0., neginf=0.).mul_(1 / rules.bandwidth**2)
+    K, C = _kernel_stack(X, M, rules.bandwidth, room)
     if K.device.type != "cpu": return _alphas_of(K, Y, ridges), C
     own = len(K) == len(ridges)
     alpha = [_alpha_of(K[b] if own else K[0].clone(), Y, r) for b, r in enumerate(ridges)]
     return torch.stack(alpha), C
+
+# %% ../../nbs/machines/09_batched.ipynb #5fd75509
+def _kernel_stack(X: Tensor, M: Tensor, bandwidth: float,
+                  room: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]: # K and C
+    "The kernel matrices of a stack of metrics."
+    K, r = room
+    distances(X, X, M, r).diagonal(dim1=1, dim2=2).zero_()
+    torch.exp(r.mul_(-1 / bandwidth), out=K)                          # r is −r/L from here on
+    C = torch.div(K, r, out=r).nan_to_num_(posinf=0., neginf=0.).mul_(1 / bandwidth**2)
+    return K, C
 
 # %% ../../nbs/machines/09_batched.ipynb #139b40f3
 def _alpha_of(A: Tensor, Y: Tensor, ridge: float) -> Tensor: # n × c
@@ -158,15 +178,17 @@ def _alpha_of(A: Tensor, Y: Tensor, ridge: float) -> Tensor: # n × c
         factor_(A, lower=False)
         return back(A, Y, lower=False)
     except torch.linalg.LinAlgError:
-        L = A.tril(-1)                                                # as it was; K's diagonal is 1
-        return solve_lu(L + L.T + (1 + ridge) * torch.eye(len(A)).to(A), Y)
+        return solve_lu(_restored(A, ridge), Y)
+
+# %% ../../nbs/machines/09_batched.ipynb #ae3b1bcf
+def _restored(A: Tensor, ridge: float) -> Tensor:
+    "K + ridge I, from the triangle that the factor left alone; K's diagonal is 1."
+    L = A.tril(-1)
+    return L + L.T + (1 + ridge) * torch.eye(len(A)).to(A)
 
 # %% ../../nbs/machines/09_batched.ipynb #5ba9a575
-def _alphas_of(K: Tensor, # (B or 1) × n × n
-               Y: Tensor, # n × c
-               ridges: tuple[float, ...], # B numbers
-              ) -> Tensor: # B × n × c
-    "(K + ridge I)⁻¹ Y for a stack, by one batched factorisation."
+def _alphas_of(K: Tensor, Y: Tensor, ridges: tuple[float, ...]) -> Tensor: # B × n × c
+    "(K + ridge I)⁻¹ Y for a stack, by one batched factorisation; one K may serve all ridges."
     A = K.expand(len(ridges), -1, -1).clone() if len(K) < len(ridges) else K
     A.diagonal(dim1=1, dim2=2).add_(torch.tensor(ridges, dtype=A.dtype, device=A.device)[:, None])
     L, info = torch.linalg.cholesky_ex(A)
@@ -177,20 +199,22 @@ def _alphas_of(K: Tensor, # (B or 1) × n × n
     return alpha
 
 # %% ../../nbs/machines/09_batched.ipynb #dd553384
-def fact_stack(C: Tensor, # B × n × n
-               alpha: Tensor, # B × n × c
-               X: Tensor, # n × d
-              ) -> Tensor: # B × d × d
+def fact_stack(
+    C: Tensor, # B × n × n
+    alpha: Tensor, # B × n × c
+    X: Tensor, # n × d
+) -> Tensor: # B × d × d
     "S for a stack of machines, with FACT = M S."
     H = (alpha @ alpha.mT).mul_(C)
     S = X.T @ (H.sum(2)[:, :, None] * X - H @ X)
     return (S + S.mT) / 2
 
 # %% ../../nbs/machines/09_batched.ipynb #2b1f2023
-def agop_stack(C: Tensor, # B × n × n
-               alpha: Tensor, # B × n × c
-               X: Tensor, # n × d
-              ) -> Tensor: # B × d × d
+def agop_stack(
+    C: Tensor, # B × n × n
+    alpha: Tensor, # B × n × c
+    X: Tensor, # n × d
+) -> Tensor: # B × d × d
     "T for a stack of machines, with AGOP = M T M."
     B, n, c = alpha.shape
     s = C @ alpha
@@ -200,11 +224,12 @@ def agop_stack(C: Tensor, # B × n × n
     return G.mT @ G / n
 
 # %% ../../nbs/machines/09_batched.ipynb #e5d1a361
-def solve_refined(K: Tensor, # n × n; its upper triangle is read
-                  Y: Tensor, # n × c
-                  ridge: float, # nλ
-                  A: Tensor, # n × n, K in float32; becomes its factor
-                 ) -> Tensor | None: # n × c, or None when float32 is not enough
+def solve_refined(
+    K: Tensor, # n × n; its upper triangle is read
+    Y: Tensor, # n × c
+    ridge: float, # nλ
+    A: Tensor, # n × n, K in float32; becomes its factor
+) -> Tensor | None: # n × c, or None when float32 is not enough
     "(K + ridge I)⁻¹ Y from a float32 factor."
     diag = K.diagonal().clone()
     A.diagonal().add_(ridge)
@@ -217,12 +242,13 @@ def solve_refined(K: Tensor, # n × n; its upper triangle is read
     return alpha if residual <= 1e-12 else None
 
 # %% ../../nbs/machines/09_batched.ipynb #c4adfc02
-def solve_sketched(K: Tensor, # n × n, both triangles
-                   Y: Tensor, # n × c
-                   ridge: float, # nλ
-                   A: Tensor, # n × n, K in float32
-                   sketch: Nystrom, # of K
-                  ) -> Tensor | None: # n × c, or None when 200 products are not enough
+def solve_sketched(
+    K: Tensor, # n × n, both triangles
+    Y: Tensor, # n × c
+    ridge: float, # nλ
+    A: Tensor, # n × n, K in float32
+    sketch: Nystrom, # of K
+) -> Tensor | None: # n × c, or None when 200 products are not enough
     "(K + ridge I)⁻¹ Y by preconditioned conjugate gradients."
     times = lambda B: lambda v: (v.to(B.dtype) @ B).double()
     ridges = torch.full_like(Y[0], ridge)
@@ -259,20 +285,23 @@ class Search:
     @property
     def in_float32(self) -> bool:
         "May K in float32 help?"
-        n, where = len(self.X), self.X.device
-        if n < REFINE or self.X.dtype != torch.float64: return False
-        if where.type == "cpu": return n * n * (12 if self.C is None else 20) <= ROOM
-        there = self.A is not None or 4 * n * n <= available_memory(where)
-        return weak_in_double(where) and there
+        return _float32_helps(self)
 
     @property
     def height(self) -> int:
         "Matrices of a stack."
         return stack_height(len(self.X), len(self.V), self.X)
 
-# %% ../../nbs/machines/09_batched.ipynb #4748288a
-BUSY = 4 # small systems for each processor of a device
+# %% ../../nbs/machines/09_batched.ipynb #6a5049b8
+def _float32_helps(s: Search) -> bool:
+    "Are there rows enough, and room, for K in float32?"
+    n, where = len(s.X), s.X.device
+    if n < REFINE or s.X.dtype != torch.float64: return False
+    if where.type == "cpu": return n * n * (12 if s.C is None else 20) <= ROOM
+    there = s.A is not None or 4 * n * n <= available_memory(where)
+    return weak_in_double(where) and there
 
+# %% ../../nbs/machines/09_batched.ipynb #4748288a
 def _processors(where: torch.device) -> int:
     "Of a device; 32 where it does not say."
     card = torch.get_device_module(where)
@@ -280,10 +309,13 @@ def _processors(where: torch.device) -> int:
     return getattr(told, "multi_processor_count", 32)
 
 # %% ../../nbs/machines/09_batched.ipynb #88ce385e
-def stack_height(n: int, # rows to fit on
-                 m: int, # rows to compare settings on
-                 like: Tensor, # gives device and precision
-                ) -> int:
+BUSY = 4 # small systems for each processor of a device
+
+def stack_height(
+    n: int, # rows to fit on
+    m: int, # rows to compare settings on
+    like: Tensor, # gives device and precision
+) -> int:
     "Matrices of a stack that suits the device."
     if like.device.type == "cpu": return max(1, 2**18 // n**2)
     each = (4 * n * n + m * n) * like.element_size()
@@ -291,12 +323,13 @@ def stack_height(n: int, # rows to fit on
     return max(1, min(room, BUSY * _processors(like.device)))
 
 # %% ../../nbs/machines/09_batched.ipynb #1b91c9b9
-def predict(rules: Rules, # gives the kernel
-            Z: Tensor, # m × d
-            X: Tensor, # n × d
-            M: Tensor | None, # d × d; None is the identity
-            alpha: Tensor, # n × c
-           ) -> Tensor: # m × c
+def predict(
+    rules: Rules, # gives the kernel
+    Z: Tensor, # m × d
+    X: Tensor, # n × d
+    M: Tensor | None, # d × d; None is the identity
+    alpha: Tensor, # n × c
+) -> Tensor: # m × c
     "Σ_j K_M(z, x_j) α_j."
     P = pairs(Z, X, M, True, trusted=True)
     rows = strip_rows(len(X), Z.device)
@@ -304,10 +337,11 @@ def predict(rules: Rules, # gives the kernel
     return torch.cat([K @ alpha for K in parts])
 
 # %% ../../nbs/machines/09_batched.ipynb #f53c16a7
-def sketch_of(s: Search, # the rows
-              M: Tensor | None, # d × d
-              ridges: tuple[float, ...], # that will be solved for
-             ) -> Nystrom | None: # none where M has no digits left in float32
+def sketch_of(
+    s: Search, # the rows
+    M: Tensor | None, # d × d
+    ridges: tuple[float, ...], # that will be solved for
+) -> Nystrom | None: # none where M has no digits left in float32
     "A sketch of K where products are cheaper than a factor."
     if not s.in_float32 or len(s.X) < SKETCH or max(ridges) < .1: return None
     try:
@@ -316,98 +350,110 @@ def sketch_of(s: Search, # the rows
     except RuntimeError:
         return None
 
+# %% ../../nbs/machines/09_batched.ipynb #d55b305f
+def _single(s: Search, K: Tensor) -> Tensor:
+    "K in float32, in memory that the search keeps."
+    if s.A is None:
+        s.A = s.X.new_empty(K.shape, dtype=torch.float32)
+    return s.A.copy_(K)
+
 # %% ../../nbs/machines/09_batched.ipynb #a6869a62
-def solve_float32(s: Search, # the rows, with room for K in float32
-                  K: Tensor, # n × n
-                  ridge: float, # nλ
-                  sketch: Nystrom | None, # of K; None where a factor is cheaper
-                 ) -> Tensor | None: # n × c; None where that does not get there
+def solve_float32(
+    s: Search, # the rows, with room for K in float32
+    K: Tensor, # n × n
+    ridge: float, # nλ
+    sketch: Nystrom | None, # of K; None where a factor is cheaper
+) -> Tensor | None: # n × c; None where that does not get there
     "(K + ridge I)⁻¹ Y with the help of float32."
     if not s.in_float32: return None
-    new = s.X.new_empty
-    A = s.A = new(K.shape, dtype=torch.float32) if s.A is None else s.A
-    A.copy_(K)
+    A = _single(s, K)
     if sketch is not None and ridge >= .1:
         alpha = solve_sketched(K, s.Y, ridge, A, sketch)
         if alpha is not None: return alpha
     return solve_refined(K, s.Y, ridge, A) if ridge >= 1e-7 * len(s.X) else None
 
 # %% ../../nbs/machines/09_batched.ipynb #bb92acc3
-def fit_one(s: Search, # the rows; receives K and C
-            M: Tensor | None, # d × d; None is the identity
-            ridges: tuple[float, ...], # nλ, one machine each
-            coef: bool = True, # also C
-           ) -> list[Tensor]: # α for each ridge
+def fit_one(
+    s: Search, # the rows; receives K and C
+    M: Tensor | None, # d × d; None is the identity
+    ridges: tuple[float, ...], # nλ, one machine each
+    coef: bool = True, # also C
+) -> list[Tensor]: # α for each ridge
     "Kernel machines of one metric; K and C are left in the search."
-    new = lambda: s.X.new_empty(len(s.X), len(s.X))
-    kernel, several = s.rules.kernel, len(ridges) > 1
     P, sketch = pairs(s.X, None, M, True, trusted=True), sketch_of(s, M, ridges)
-    K = s.K = new() if s.K is None else s.K
-    mirror = several or sketch is not None
-    if coef:
-        C = s.C = new() if s.C is None else s.C
-        evaluate_both(kernel, P, K, C, mirror)
-    else:
-        evaluate_pairs(kernel, P, K, mirror)
-    diag, out = K.diagonal().clone(), []
+    several, out = len(ridges) > 1, []
+    K = _kernel_in_place(s, P, coef, several or sketch is not None)
+    diag = K.diagonal().clone()
     for i, ridge in enumerate(ridges):
-        if several and i:
+        if i:
             restore_(K, diag)
         alpha = solve_float32(s, K, ridge, sketch)
-        if alpha is None:
-            alpha = _solve_in_place(s, K, ridge, several, lambda: evaluate_pairs(kernel, P, K))
-        out.append(alpha)
+        out.append(_solve_in_place(s, P, K, ridge, several) if alpha is None else alpha)
     return out
 
+# %% ../../nbs/machines/09_batched.ipynb #80a1145b
+def _kernel_in_place(s: Search, P: Pairs, coef: bool, mirror: bool) -> Tensor: # K
+    "K, and C where it is wanted, in memory that the search keeps."
+    new = lambda: s.X.new_empty(len(s.X), len(s.X))
+    s.K = new() if s.K is None else s.K
+    if coef:
+        s.C = new() if s.C is None else s.C
+        evaluate_both(s.rules.kernel, P, s.K, s.C, mirror)
+    else:
+        evaluate_pairs(s.rules.kernel, P, s.K, mirror)
+    return s.K
+
 # %% ../../nbs/machines/09_batched.ipynb #5b46f3ca
-def _solve_in_place(s: Search,
-                    K: Tensor, # n × n
-                    ridge: float,
-                    lower: bool, # the triangle for the factor
-                    again: Callable[[], Tensor], # makes K again
-                   ) -> Tensor: # n × c
+def _solve_in_place(s: Search, P: Pairs, K: Tensor, ridge: float, lower: bool) -> Tensor: # n × c
     "(K + ridge I)⁻¹ Y by the factor or, where there is none, by LU."
     K.diagonal().add_(ridge)
     try:
         factor_(K, lower)
         return back(K, s.Y, lower)
     except torch.linalg.LinAlgError:
-        again().diagonal().add_(ridge)
+        evaluate_pairs(s.rules.kernel, P, K).diagonal().add_(ridge)
         return solve_lu(K, s.Y)
 
 # %% ../../nbs/machines/09_batched.ipynb #116f1f10
-def next_metric(method: str, # one of LEARNERS
-                M: Tensor, # d × d
-                core: Tensor, # S, or T for the NFA
-               ) -> Tensor: # d × d; nan when there is none
+def next_metric(
+    method: str, # one of LEARNERS
+    M: Tensor, # d × d
+    core: Tensor, # S, or T for the NFA
+) -> Tensor: # or nan
     "The next M."
     try:
         return LEARNERS[method].next_metric(M, core)
     except (ValueError, torch.linalg.LinAlgError):
-        return M * float("nan")
+        return M * torch.nan
 
 # %% ../../nbs/machines/09_batched.ipynb #2bed3b5b
-def core_of(method: str, # one of LEARNERS
-           ) -> str:
+def core_of(
+    method: str, # one of LEARNERS
+) -> str:
     "What a method's update is made from: T for the NFA, else S."
     return "T" if isinstance(LEARNERS[method], Nfa) else "S"
 
 # %% ../../nbs/machines/09_batched.ipynb #e77ecfe2
-def right(F: Tensor, # (B ×) n × c predictions
-          y: Tensor, # n classes
-         ) -> Tensor: # (B)
+def right(
+    F: Tensor, # (B ×) n × c predictions
+    y: Tensor, # n classes
+) -> Tensor: # (B)
     "How many rows have their largest prediction at their class; −1 where F is not finite."
     finite = torch.isfinite(F).all(-1).all(-1)
     return torch.where(finite, (F.argmax(-1) == y).sum(-1), -1)
 
 # %% ../../nbs/machines/09_batched.ipynb #05acdbab
-def agop_rows(C: Tensor, # n × n coefficients
-              alpha: Tensor, # n × c
-              X: Tensor, # n × d, centred
-              radial: bool, # does the kernel see distances?
-             ) -> Tensor: # d × d
+def agop_rows(
+    C: Tensor, # n × n coefficients
+    alpha: Tensor, # n × c
+    X: Tensor, # n × d, centred
+    radial: bool, # does the kernel see distances?
+) -> Tensor: # d × d
     "T of one machine, as a sum of outer products."
     return agop_core(C, alpha, X, radial, form="product")
+
+# %% ../../nbs/machines/09_batched.ipynb #deead4ed
+_CORES: dict[str, Callable[..., Tensor]] = dict(S=fact_core, T=agop_rows) # of one machine
 
 # %% ../../nbs/machines/09_batched.ipynb #38d4e4ab
 class Look(NamedTuple):
@@ -415,49 +461,68 @@ class Look(NamedTuple):
     right: list[int] # validation rows predicted right
     cores: dict[str, list[Tensor]] # "S", "T" → d × d
 
-# %% ../../nbs/machines/09_batched.ipynb #d339761b
-def look_stack(s: Search, # the rows
-               M: Tensor, # B × d × d
-               ridges: tuple[float, ...], # one for each metric, or several for one
-               need: tuple[str, ...], # "S", "T" or both
-              ) -> Look:
-    "Fit a stack that fits into the room, and look at it."
-    n, m, B = len(s.X), len(s.V), len(M)
+# %% ../../nbs/machines/09_batched.ipynb #3f5c39ff
+def _rooms(s: Search, B: int) -> tuple[Tensor, Tensor, Tensor]: # for K, C and the kernel of V
+    "Memory for a stack of B machines, kept in the search and made anew when it is too low."
     if s.K is None or s.C is None or s.F is None or len(s.K) < B:
-        high = max(B, min(s.height, len(s.rules.ridges)))
-        s.K, s.C, s.F = (s.X.new_empty(high, k, n) for k in (n, n, m))
-    alpha, C = fit_stack(s.rules, s.X, s.Y, M, ridges, (s.K[:B], s.C[:B]))
-    F = distances(s.V, s.X, M, s.F[:B]).mul_(-1 / s.rules.bandwidth).exp_() @ alpha
+        n, high = len(s.X), max(B, min(s.height, len(s.rules.ridges)))
+        s.K, s.C, s.F = (s.X.new_empty(high, k, n) for k in (n, n, len(s.V)))
+    return s.K[:B], s.C[:B], s.F[:B]
+
+# %% ../../nbs/machines/09_batched.ipynb #d339761b
+def look_stack(
+    s: Search, # the rows
+    M: Tensor, # B × d × d
+    ridges: tuple[float, ...], # one for each metric, or several for one
+    need: tuple[str, ...], # "S", "T" or both
+) -> Look:
+    "Fit a stack that fits into the room, and look at it."
+    K, C, F = _rooms(s, len(M))
+    alpha, C = fit_stack(s.rules, s.X, s.Y, M, ridges, (K, C))
+    F = distances(s.V, s.X, M, F).mul_(-1 / s.rules.bandwidth).exp_() @ alpha
     stack = dict(S=fact_stack, T=agop_stack)
     return Look(right(F, s.y).tolist(), {k: list(stack[k](C, alpha, s.X)) for k in need})
 
 # %% ../../nbs/machines/09_batched.ipynb #18591fd2
-def look_one(s: Search, # the rows
-             M: Tensor | None, # d × d; None is the identity
-             ridges: tuple[float, ...], # nλ, one machine each
-             need: tuple[str, ...], # "S", "T" or both
-            ) -> Look:
+def look_one(
+    s: Search, # the rows
+    M: Tensor | None, # d × d; None is the identity
+    ridges: tuple[float, ...], # nλ, one machine each
+    need: tuple[str, ...], # "S", "T" or both
+) -> Look:
     "Fit one metric with each ridge in place, and look at it."
     alphas = fit_one(s, M, ridges, coef=bool(need))
     F = predict(s.rules, s.V, s.X, M, torch.cat(alphas, 1))
     hits = [int(right(f, s.y)) for f in F.split(s.Y.shape[1], 1)]
-    core: dict[str, Callable[..., Tensor]] = dict(S=fact_core, T=agop_rows)
-    return Look(hits, {k: [core[k](s.C, a, s.X, True) for a in alphas] for k in need})
+    return Look(hits, {k: [_CORES[k](s.C, a, s.X, True) for a in alphas] for k in need})
+
+# %% ../../nbs/machines/09_batched.ipynb #91f2ac57
+def _identity(X: Tensor) -> Tensor: # d × d
+    "The metric that counts all inputs alike."
+    return torch.eye(X.shape[1]).to(X)
 
 # %% ../../nbs/machines/09_batched.ipynb #f7403a42
-def look_at_fits(s: Search, # the rows
-                 M: Tensor | None, # B × d × d, or None for the identity
-                 ridges: tuple[float, ...], # one for each metric, or several for one
-                 need: tuple[str, ...], # "S", "T" or both
-                ) -> Look:
+def look_at_fits(
+    s: Search, # the rows
+    M: Tensor | None, # B × d × d, or None for the identity
+    ridges: tuple[float, ...], # one for each metric, or several for one
+    need: tuple[str, ...], # "S", "T" or both
+) -> Look:
     "Fit one machine for each ridge (and metric) and look at it."
     if not s.small: return look_one(s, None if M is None else M[0], ridges, need)
-    if M is None: return look_stack(s, torch.eye(s.X.shape[1]).to(s.X)[None], ridges, need)
-    high = s.height
-    if len(M) <= high: return look_stack(s, M, ridges, need)
-    out = Look([], {k: [] for k in need})
-    for i, A in zip(range(0, len(M), high), M.split(high)):
-        part = look_stack(s, A, ridges[i:i + high], need)
+    if M is None: return look_stack(s, _identity(s.X)[None], ridges, need)
+    stacks = M.split(s.height)
+    if len(stacks) == 1: return look_stack(s, M, ridges, need)
+    return _look_in_turn(s, stacks, ridges, need)
+
+# %% ../../nbs/machines/09_batched.ipynb #a1631343
+def _look_in_turn(s: Search, stacks: Sequence[Tensor], ridges: tuple[float, ...],
+                  need: tuple[str, ...]) -> Look:
+    "One stack after the other, where all together would be too high."
+    out, done = Look([], {k: [] for k in need}), 0
+    for M in stacks:
+        part = look_stack(s, M, ridges[done:done + len(M)], need)
+        done += len(M)
         out.right.extend(part.right)
         for k in need:
             out.cores[k].extend(part.cores[k])
@@ -470,14 +535,14 @@ class Start(NamedTuple):
     M: dict[str, list[Tensor]] # method → the first metric of each ridge
 
 # %% ../../nbs/machines/09_batched.ipynb #3dbdb909
-def first_metrics(s: Search, # the rows
-                 ) -> Start:
+def first_metrics(
+    s: Search, # the rows
+) -> Start:
     "Fit with M = I, once for all methods and ridges."
     learners = s.rules.learners if s.rules.iters else []
     need = tuple(dict.fromkeys(core_of(m) for m in learners))
     look = look_at_fits(s, None, s.rules.ridges, need)
-    I = torch.eye(s.X.shape[1]).to(s.X)
-    step = lambda m: [next_metric(m, I, A) for A in look.cores[core_of(m)]]
+    step = lambda m: [next_metric(m, _identity(s.X), A) for A in look.cores[core_of(m)]]
     return Start(look.right, {m: step(m) for m in learners})
 
 # %% ../../nbs/machines/09_batched.ipynb #43b9a774
@@ -488,11 +553,12 @@ class Found(NamedTuple):
     M: Tensor # d × d, its metric
 
 # %% ../../nbs/machines/09_batched.ipynb #722f1193
-def walk(s: Search, # the rows
-         method: str, # one of LEARNERS
-         ridges: tuple[float, ...], # nλ
-         M: list[Tensor], # the first metric of each ridge
-        ) -> list[Found]: # by ridge
+def walk(
+    s: Search, # the rows
+    method: str, # one of LEARNERS
+    ridges: tuple[float, ...], # nλ
+    M: list[Tensor], # the first metric of each ridge
+) -> list[Found]: # by ridge
     "Iterates 1 … iters of one method."
     best, core = [Found(-1, 0, m) for m in M], core_of(method)
     live = list(range(len(ridges)))
@@ -527,10 +593,11 @@ class Memo:
         except NotAState:               # damaged, or of another table: there is no memory
             return
 
-    def get(self,
-            name: str, # of what is looked for
-            make: Callable[[], Any], # computes it, if it is not there yet
-           ) -> Any:
+    def get(
+        self,
+        name: str, # of what is looked for
+        make: Callable[[], Any], # computes it, if it is not there yet
+    ) -> Any:
         "What was found under this name, or what `make` finds now."
         if name not in self.found:
             self.found[name] = make()
@@ -546,20 +613,24 @@ class Memo:
         save_state(self.path, self.found, dict(key=self.key))
         self.saved = time.monotonic()
 
+# %% ../../nbs/machines/09_batched.ipynb #114e78e4
+def _search(rules: Rules, X: Tensor, Y: Tensor, y: Tensor, train: Tensor, held: Tensor) -> Search:
+    "The rows of a split in one scaling, without the mean of those to fit on."
+    mean = X[train].mean(0)
+    return Search(rules, X[train] - mean, Y[train], X[held] - mean, y[held])
+
 # %% ../../nbs/machines/09_batched.ipynb #ed75fb5d
-def searches(rules: Rules, # what is tried
-             X: dict[bool, Tensor], # by scaling, n × d
-             y: Tensor, # n classes
-             c: int, # how many
-             train: Tensor, # rows
-             validation: Tensor, # rows
-            ) -> dict[bool, Search]: # by scaling
+def searches(
+    rules: Rules, # what is tried
+    X: dict[bool, Tensor], # by scaling, n × d
+    y: Tensor, # n classes
+    c: int, # how many
+    train: Tensor, # rows
+    validation: Tensor, # rows
+) -> dict[bool, Search]: # by scaling
     "The two searches of a split, with one room for their matrices."
-    out, Y = {}, one_hot(y, c).to(X[False])
-    for scaled, A in X.items():
-        mean = A[train].mean(0)
-        V = A[validation] - mean
-        out[scaled] = Search(rules, A[train] - mean, Y[train], V, y[validation])
+    Y = one_hot(y, c).to(X[False])
+    out = {k: _search(rules, A, Y, y, train, validation) for k, A in X.items()}
     first = out[False]
     if not first.small:
         first.K, first.C = (first.X.new_empty(len(train), len(train)) for _ in range(2))
@@ -572,28 +643,39 @@ class Setting(NamedTuple):
     normalised: bool # are the rows scaled to unit length?
 
 # %% ../../nbs/machines/09_batched.ipynb #b5ab72fa
-def walks(s: dict[bool, Search], # by scaling
-          method: str, # one of LEARNERS
-          starts: dict[bool, Start], # by scaling
-          memo: Memo, # what was found before
-          enough: int, # validation rows in all
-         ) -> Iterator[tuple[Setting, Found]]:
+def walks(
+    s: dict[bool, Search], # by scaling
+    method: str, # one of LEARNERS
+    starts: dict[bool, Start], # by scaling
+    memo: Memo, # what was found before
+    enough: int, # validation rows in all
+) -> Iterator[tuple[Setting, Found]]:
     "The first best of one learner, setting by setting."
-    small, ridges = s[False].small, s[False].rules.ridges
+    if s[False].small: return _walks_together(s, method, starts, memo)
+    return _walks_in_turn(s, method, starts, memo, enough)
+
+# %% ../../nbs/machines/09_batched.ipynb #44992b81
+def _walks_together(s: dict[bool, Search], method: str, starts: dict[bool, Start],
+                    memo: Memo) -> Iterator[tuple[Setting, Found]]:
+    "All ridges of a scaling at once."
+    for k, search in s.items():
+        M, ridges = starts[k].M[method], search.rules.ridges
+        every = memo.get(f"{method} {k}", lambda: _plainly(walk(search, method, ridges, list(M))))
+        yield from ((Setting(r, k), Found(*f)) for r, f in zip(ridges, every))
+
+# %% ../../nbs/machines/09_batched.ipynb #f699ee73
+def _walks_in_turn(s: dict[bool, Search], method: str, starts: dict[bool, Start], memo: Memo,
+                   enough: int) -> Iterator[tuple[Setting, Found]]:
+    "One ridge after the other, until all validation rows are right."
     best = -1
-    for k in s:
-        M = starts[k].M[method]
-        if small:
-            every = memo.get(f"{method} {k}", lambda: _plainly(walk(s[k], method, ridges, list(M))))
-            yield from ((Setting(r, k), Found(*f)) for r, f in zip(ridges, every))
-            continue
-        for i, r in enumerate(ridges):
-            best = max(best, starts[k].right[i])
-            if best == enough: return
-            one = lambda: _plainly(walk(s[k], method, (r,), [M[i]]))
-            found = Found(*memo.get(f"{method} {k} {r:g}", one)[0])
-            best = max(best, found.right)
-            yield Setting(r, k), found
+    for k, i in ((k, i) for k in s for i in range(len(s[k].rules.ridges))):
+        best = max(best, starts[k].right[i])
+        if best == enough: return
+        r, M = s[k].rules.ridges[i], starts[k].M[method][i]
+        one = lambda: _plainly(walk(s[k], method, (r,), [M]))
+        found = Found(*memo.get(f"{method} {k} {r:g}", one)[0])
+        best = max(best, found.right)
+        yield Setting(r, k), found
 
 # %% ../../nbs/machines/09_batched.ipynb #d5ee03ec
 def _plainly(records: list[Found]) -> list[tuple]:
@@ -601,10 +683,11 @@ def _plainly(records: list[Found]) -> list[tuple]:
     return [tuple(r) for r in records]
 
 # %% ../../nbs/machines/09_batched.ipynb #33c5595d
-def choice_of(s: dict[bool, Search], # by scaling
-              starts: dict[bool, Start], # fits with M = I, by scaling
-              got: dict[Setting, Found], # the walks of one learner; nothing for kernel regression
-             ) -> Choice:
+def choice_of(
+    s: dict[bool, Search], # by scaling
+    starts: dict[bool, Start], # fits with M = I, by scaling
+    got: dict[Setting, Found], # the walks of one learner; nothing for kernel regression
+) -> Choice:
     "What one method chooses."
     found = []
     for k, search in s.items():
@@ -614,40 +697,53 @@ def choice_of(s: dict[bool, Search], # by scaling
                 found.append(Choice(walked.right, r, k, walked.iterate, walked.M))
     return first_best(found)
 
+# %% ../../nbs/machines/09_batched.ipynb #a29d110a
+def _starts(s: dict[bool, Search], memo: Memo) -> dict[bool, Start]: # by scaling
+    "The fits with M = I, as they are remembered or made now."
+    start = lambda k: memo.get(f"start {k}", lambda: first_metrics(s[k])._asdict())
+    return {k: Start(**start(k)) for k in s}
+
+# %% ../../nbs/machines/09_batched.ipynb #94f1a1fd
+def _chosen(s: dict[bool, Search], method: str, starts: dict[bool, Start], memo: Memo) -> Choice:
+    "What one method chooses, after its walks if it learns."
+    rules, enough = s[False].rules, len(s[False].y)
+    learns = method in rules.learners and rules.iters > 0
+    got = dict(walks(s, method, starts, memo, enough)) if learns else {}
+    return choice_of(s, starts, got)
+
 # %% ../../nbs/machines/09_batched.ipynb #44da40dc
-def select(rules: Rules, # what is tried
-           X: dict[bool, Tensor], # by scaling, n × d
-           y: Tensor, # n classes
-           c: int, # how many
-           train: Tensor, # rows
-           validation: Tensor, # rows
-           memo: Memo, # what was found before
-          ) -> tuple[dict[str, Choice], dict[str, float]]: # choices and seconds, by method
+def select(
+    rules: Rules, # what is tried
+    X: dict[bool, Tensor], # by scaling, n × d
+    y: Tensor, # n classes
+    c: int, # how many
+    train: Tensor, # rows
+    validation: Tensor, # rows
+    memo: Memo, # what was found before
+) -> tuple[dict[str, Choice], dict[str, float]]: # choices and seconds, by method
     "What each method chooses on one split."
     begun = time.perf_counter()
     s = searches(rules, X, y, c, train, validation)
-    start = lambda k: Start(**memo.get(f"start {k}", lambda: first_metrics(s[k])._asdict()))
-    starts = {k: start(k) for k in s}
+    starts = _starts(s, memo)
     shared = (time.perf_counter() - begun) / len(rules.methods)
     out, seconds = {}, {}
     for m in rules.methods:
         begun = time.perf_counter()
-        learns = m in rules.learners and rules.iters > 0
-        got = dict(walks(s, m, starts, memo, len(validation))) if learns else {}
-        out[m] = choice_of(s, starts, got)
+        out[m] = _chosen(s, m, starts, memo)
         seconds[m] = shared + time.perf_counter() - begun
     return out, seconds
 
 # %% ../../nbs/machines/09_batched.ipynb #37b077aa
-def accuracy(rules: Rules, # gives the kernel
-             choice: Choice, # gives scaling and ridge
-             M: Tensor | None, # d × d
-             X: dict[bool, Tensor], # by scaling, n × d
-             y: Tensor, # n classes
-             c: int, # how many
-             train: Tensor, # rows
-             test: Tensor, # rows
-            ) -> float:
+def accuracy(
+    rules: Rules, # gives the kernel
+    choice: Choice, # gives scaling and ridge
+    M: Tensor | None, # d × d
+    X: dict[bool, Tensor], # by scaling, n × d
+    y: Tensor, # n classes
+    c: int, # how many
+    train: Tensor, # rows
+    test: Tensor, # rows
+) -> float:
     "Share of test rows predicted right by the machine of one metric."
     A, Y = X[choice.normalised], one_hot(y, c).to(X[False])
     s = Search(rules, A[train], Y[train], A[test], y[test])
@@ -655,10 +751,11 @@ def accuracy(rules: Rules, # gives the kernel
     return float(right(predict(rules, s.V, s.X, M, alpha), s.y)) / len(test)
 
 # %% ../../nbs/machines/09_batched.ipynb #a8c6f92b
-def published(rules: Rules, # what is tried
-              T: Table, # with its official splits
-              memo: Memo | None = None, # what was found before; None: nothing
-             ) -> list[dict[str, Any]]: # one row a method
+def published(
+    rules: Rules, # what is tried
+    T: Table, # with its official splits
+    memo: Memo | None = None, # what was found before; None: nothing
+) -> list[dict[str, Any]]: # one row a method
     "The published protocol on one table."
     memo, X = memo or Memo(), scalings(T.X)
     chosen, seconds = select(rules, X, T.y, T.n_classes, T.train, T.validation, memo)
@@ -667,10 +764,15 @@ def published(rules: Rules, # what is tried
         begun = time.perf_counter()
         score = _test_scores(rules, m, ch, X, T, memo)
         spent = seconds[m] + time.perf_counter() - begun
-        rows.append(dict(method=m, accuracy=sum(score) / len(score), folds=score,
-                         validation=ch.right / len(T.validation), ridge=ch.ridge,
-                         normalised=ch.normalised, iterate=ch.iterate, seconds=round(spent, 3)))
+        rows.append(_row(m, ch, score, T, spent))
     return rows
+
+# %% ../../nbs/machines/09_batched.ipynb #2afce6fa
+def _row(method: str, ch: Choice, score: list[float], T: Table, seconds: float) -> dict[str, Any]:
+    "What one method scored, and what it had chosen."
+    return dict(method=method, accuracy=sum(score) / len(score), folds=score,
+                validation=ch.right / len(T.validation), ridge=ch.ridge,
+                normalised=ch.normalised, iterate=ch.iterate, seconds=round(seconds, 3))
 
 # %% ../../nbs/machines/09_batched.ipynb #6d3fb724
 def _test_scores(rules: Rules, method: str, ch: Choice, X: dict[bool, Tensor], T: Table,
@@ -681,33 +783,34 @@ def _test_scores(rules: Rules, method: str, ch: Choice, X: dict[bool, Tensor], T
     return [memo.get(f"test {who} {i}", lambda: score(f)) for i, f in enumerate(T.folds)]
 
 # %% ../../nbs/machines/09_batched.ipynb #93a062ed
-def halves(y: Tensor, # n classes
-           rows: Tensor, # some of the rows
-           seed: int, # of the shuffle
-          ) -> tuple[Tensor, Tensor]:
+def halves(
+    y: Tensor, # n classes
+    rows: Tensor, # some of the rows
+    seed: int, # of the shuffle
+) -> tuple[Tensor, Tensor]:
     "Two random halves of some rows, alike in classes."
     mixed = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
     order = mixed[torch.sort(y[mixed], stable=True).indices]
     return order[0::2], order[1::2]
 
 # %% ../../nbs/machines/09_batched.ipynb #2505d99c
-def learn(rules: Rules, # gives the kernel
-          method: str, # one of LEARNERS
-          choice: Choice, # gives scaling, ridge and number of updates
-          X: dict[bool, Tensor], # by scaling, n × d
-          y: Tensor, # n classes
-          c: int, # how many
-          train: Tensor, # rows
-         ) -> Tensor | None: # d × d; None is the identity
+def learn(
+    rules: Rules, # gives the kernel
+    method: str, # one of LEARNERS
+    choice: Choice, # gives scaling, ridge and number of updates
+    X: dict[bool, Tensor], # by scaling, n × d
+    y: Tensor, # n classes
+    c: int, # how many
+    train: Tensor, # rows
+) -> Tensor | None: # d × d; None is the identity
     "M after the chosen number of updates, from these rows."
     A = X[choice.normalised][train]
     s = Search(rules, A - A.mean(0), one_hot(y[train], c).to(A), A, y[train])
     M = None
     for _ in range(choice.iterate):
         alpha, = fit_one(s, M, (choice.ridge,))
-        core: Callable[..., Tensor] = agop_rows if core_of(method) == "T" else fact_core
-        now = torch.eye(A.shape[1]).to(A) if M is None else M
-        M = next_metric(method, now, core(s.C, alpha, s.X, True))
+        core = _CORES[core_of(method)](s.C, alpha, s.X, True)
+        M = next_metric(method, _identity(A) if M is None else M, core)
     return M
 
 # %% ../../nbs/machines/09_batched.ipynb #4c268f5b
@@ -718,77 +821,91 @@ class Fold(NamedTuple):
     seconds: float # selection and test
 
 # %% ../../nbs/machines/09_batched.ipynb #302f9ced
-def leak_free(rules: Rules, # what is tried
-              T: Table, # with its official splits
-              memo: Memo | None = None, # what was found before; None: nothing
-             ) -> list[dict[str, Any]]: # one row a method
+def leak_free(
+    rules: Rules, # what is tried
+    T: Table, # with its official splits
+    memo: Memo | None = None, # what was found before; None: nothing
+) -> list[dict[str, Any]]: # one row a method
     "Selection and features from the training rows of each split alone."
     memo, X = memo or Memo(), scalings(T.X)
     folds = [_leak_free_fold(rules, T, X, i, memo) for i in range(len(T.folds))]
     return [_common_row(m, [f[m] for f in folds]) for m in rules.methods]
 
+# %% ../../nbs/machines/09_batched.ipynb #ea0ed0a1
+def _leak_free_score(rules: Rules, method: str, ch: Choice, X: dict[bool, Tensor], T: Table,
+                     i: int) -> float:
+    "Accuracy on one split, with the metric learned from its training rows."
+    train, test = T.folds[i]
+    M = learn(rules, method, ch, X, T.y, T.n_classes, train)
+    return accuracy(rules, ch, M, X, T.y, T.n_classes, train, test)
+
 # %% ../../nbs/machines/09_batched.ipynb #918ff22f
 def _leak_free_fold(rules: Rules, T: Table, X: dict[bool, Tensor], i: int,
                     memo: Memo) -> dict[str, Fold]: # by method
     "Every method on one split."
-    train, test = T.folds[i]
+    rows = halves(T.y, T.folds[i][0], i)
     inner = replace(memo, found=memo.found.setdefault(f"fold {i}", {}), path=None)
-    chosen, spent = select(rules, X, T.y, T.n_classes, *halves(T.y, train, i), inner)
+    chosen, spent = select(rules, X, T.y, T.n_classes, *rows, inner)
     out = {}
     for m, ch in chosen.items():
         begun = time.perf_counter()
-        metric = lambda: learn(rules, m, ch, X, T.y, T.n_classes, train)
-        score = lambda: accuracy(rules, ch, metric(), X, T.y, T.n_classes, train, test)
-        right_share = memo.get(f"test {m} {i}", score)
-        out[m] = Fold(right_share, ch, spent[m] + time.perf_counter() - begun)
+        score = memo.get(f"test {m} {i}", lambda: _leak_free_score(rules, m, ch, X, T, i))
+        out[m] = Fold(score, ch, spent[m] + time.perf_counter() - begun)
     return out
+
+# %% ../../nbs/machines/09_batched.ipynb #4f201121
+def _commonest(folds: list[Fold], name: str) -> Any:
+    "What most splits chose; the first of several."
+    values = [getattr(f.choice, name) for f in folds]
+    return max(values, key=values.count)
 
 # %% ../../nbs/machines/09_batched.ipynb #a2d2705d
 def _common_row(method: str, folds: list[Fold]) -> dict[str, Any]:
     "The mean over splits, with the commonest of the choices."
-    def common(name: str) -> Any:
-        values = [getattr(f.choice, name) for f in folds]
-        return max(values, key=values.count)
     score = [f.accuracy for f in folds]
-    return dict(method=method, accuracy=sum(score) / 4, folds=score, ridge=common("ridge"),
-                normalised=common("normalised"), iterate=common("iterate"),
+    chosen = {k: _commonest(folds, k) for k in ("ridge", "normalised", "iterate")}
+    return dict(method=method, accuracy=sum(score) / 4, folds=score, **chosen,
                 seconds=round(sum(f.seconds for f in folds), 3))
 
 # %% ../../nbs/machines/09_batched.ipynb #b1eae881
-def plain_distances(A: Tensor, # n × d
-                    B: Tensor, # m × d
-                    M: Tensor, # d × d
-                   ) -> Tensor:
+def plain_distances(
+    A: Tensor, # n × d
+    B: Tensor, # m × d
+    M: Tensor, # d × d
+) -> Tensor:
     "‖a − b‖_M for all pairs of rows."
     a, b = ((Z @ M * Z).sum(1) for Z in (A, B))
     return (a[:, None] + b[None] - 2 * A @ M @ B.T).clamp(min=0).sqrt()
 
 # %% ../../nbs/machines/09_batched.ipynb #f62f0a12
-def plain_alpha(X: Tensor, # n × d
-                Y: Tensor, # n × c, one-hot
-                M: Tensor, # d × d
-                ridge: float, # nλ
-               ) -> Tensor:
+def plain_alpha(
+    X: Tensor, # n × d
+    Y: Tensor, # n × c, one-hot
+    M: Tensor, # d × d
+    ridge: float, # nλ
+) -> Tensor:
     "(K + ridge I)⁻¹ Y by LU."
     K = torch.exp(-plain_distances(X, X, M) / 10)
     return torch.linalg.solve(K + ridge * torch.eye(len(X)).to(X), Y)
 
 # %% ../../nbs/machines/09_batched.ipynb #aa07d859
-def plain_right(V: Tensor, # m × d rows to predict
-                X: Tensor, # n × d rows that were fitted
-                M: Tensor, # d × d
-                alpha: Tensor, # n × c
-                y: Tensor, # m classes
-               ) -> int:
+def plain_right(
+    V: Tensor, # m × d, to predict
+    X: Tensor, # n × d, that were fitted
+    M: Tensor, # d × d
+    alpha: Tensor, # n × c
+    y: Tensor, # m classes
+) -> int:
     "Rows of V predicted right."
     return int(((torch.exp(-plain_distances(V, X, M) / 10) @ alpha).argmax(1) == y).sum())
 
 # %% ../../nbs/machines/09_batched.ipynb #2582caa0
-def plain_update(X: Tensor, # n × d
-                 alpha: Tensor, # n × c
-                 M: Tensor, # d × d
-                 method: str, # "nfa", "fact" or "geometric"
-                ) -> Tensor:
+def plain_update(
+    X: Tensor, # n × d
+    alpha: Tensor, # n × c
+    M: Tensor, # d × d
+    method: str, # "nfa", "fact" or "geometric"
+) -> Tensor:
     "The next M by its definition."
     G = plain_gradients(X, alpha, M)
     if method == "nfa":
@@ -800,10 +917,11 @@ def plain_update(X: Tensor, # n × d
     return (V * e.clamp(min=0) ** (.5 if method == "fact" else .25)) @ V.T
 
 # %% ../../nbs/machines/09_batched.ipynb #f8a4aedb
-def plain_gradients(X: Tensor, # n × d
-                    alpha: Tensor, # n × c
-                    M: Tensor, # d × d
-                   ) -> Tensor: # n × c × d
+def plain_gradients(
+    X: Tensor, # n × d
+    alpha: Tensor, # n × c
+    M: Tensor, # d × d
+) -> Tensor: # n × c × d
     "∇f_l(x_i) for all rows and outputs."
     (n, d), c = X.shape, alpha.shape[1]
     XM, r = X @ M, plain_distances(X, X, M)
@@ -813,11 +931,12 @@ def plain_gradients(X: Tensor, # n × d
     return (C @ alpha)[:, :, None] * XM[:, None] - (C @ V).view(n, c, d)
 
 # %% ../../nbs/machines/09_batched.ipynb #8ca2aabf
-def plain_walk(T: Table, # gives rows and classes
-               X: Tensor, # its rows as they are tried
-               method: str, # one of METHODS
-               ridge: float, # nλ
-              ) -> Iterator[tuple[int, int, Tensor]]:
+def plain_walk(
+    T: Table, # gives rows and classes
+    X: Tensor, # its rows as they are tried
+    method: str, # one of METHODS
+    ridge: float, # nλ
+) -> Iterator[tuple[int, int, Tensor]]:
     "Validation rows right, iterate, M, for iterates 0 … 4."
     A, V = X[T.train], X[T.validation]
     Y = one_hot(T.y, T.n_classes).to(X)[T.train]
@@ -827,21 +946,31 @@ def plain_walk(T: Table, # gives rows and classes
         yield plain_right(V, A, M, alpha, T.y[T.validation]), t, M
         M = plain_update(A, alpha, M, method)
 
-# %% ../../nbs/machines/09_batched.ipynb #ff0dae6c
-def reference(T: Table, # with its official splits
-              method: str, # one of METHODS
-             ) -> dict[str, Any]:
-    "The published protocol for one method, plainly."
-    Y, unit = one_hot(T.y, T.n_classes).to(T.X), lambda X: X / X.norm(dim=1, keepdim=True)
+# %% ../../nbs/machines/09_batched.ipynb #00cd95e9
+def _plain_rows(T: Table, scaled: bool) -> Tensor:
+    "The rows as they come, or scaled to unit length."
+    return T.X / T.X.norm(dim=1, keepdim=True) if scaled else T.X
+
+# %% ../../nbs/machines/09_batched.ipynb #6101ee14
+def _plain_choice(T: Table, method: str) -> tuple[int, float, bool, int, Tensor]:
+    "The first best setting: validation rows right, ridge, scaled?, iterate, M."
     best: tuple[int, float, bool, int, Tensor] = (-1, 0., False, 0, T.X)
     for scaled in ((False,) if T.name == "balance-scale" else (True, False)):
-        X = unit(T.X) if scaled else T.X
+        X = _plain_rows(T, scaled)
         for ridge in (10., 1., .1, .01, .001):
             for hits, t, M in plain_walk(T, X, method, ridge):
                 if hits > best[0]:
                     best = hits, ridge, scaled, t, M
-    hits, ridge, scaled, t, M = best
-    X = unit(T.X) if scaled else T.X
+    return best
+
+# %% ../../nbs/machines/09_batched.ipynb #ff0dae6c
+def reference(
+    T: Table, # with its official splits
+    method: str, # one of METHODS
+) -> dict[str, Any]:
+    "The published protocol for one method, plainly."
+    hits, ridge, scaled, t, M = _plain_choice(T, method)
+    X, Y = _plain_rows(T, scaled), one_hot(T.y, T.n_classes).to(T.X)
     alpha = lambda rows: plain_alpha(X[rows], Y[rows], M, ridge)
     score = [plain_right(X[te], X[tr], M, alpha(tr), T.y[te]) / len(te) for tr, te in T.folds]
     return dict(accuracy=sum(score) / 4, validation=hits / len(T.validation), ridge=ridge,

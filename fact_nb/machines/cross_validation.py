@@ -7,7 +7,7 @@ __all__ = ['FOLD_RIDGES', 'RFMRegressorCV', 'RFMClassifierCV', 'machine_of', 'Po
            'errors_along', 'in_order', 'grid_of', 'choose_on_folds']
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #3f315248
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 import pandas as pd
@@ -25,13 +25,14 @@ FOLD_RIDGES = (10., 1., .1, .01, .001)
 
 class _Searched(MetaEstimatorMixin, BaseEstimator):
     "What the two share."
-    def __init__(self,
-                 estimator: Any = None, # the machine; None: FACT with four updates
-                 ridges: Any = FOLD_RIDGES, # nλ, in the order that breaks ties
-                 bandwidths: Any = (None,), # L; None: median distance of the training points
-                 cv: Any = 5, # folds: a number, or a splitter of scikit-learn
-                 n_jobs: int | None = None, # processes, as scikit-learn counts them
-                ) -> None:
+    def __init__(
+        self,
+        estimator: Any = None, # the machine; None: FACT with four updates
+        ridges: Any = FOLD_RIDGES, # nλ, in the order that breaks ties
+        bandwidths: Any = (None,), # L; None: median distance of the training points
+        cv: Any = 5, # folds: a number, or a splitter of scikit-learn
+        n_jobs: int | None = None, # processes, as scikit-learn counts them
+    ) -> None:
         self.estimator = estimator
         self.ridges = ridges
         self.bandwidths = bandwidths
@@ -44,9 +45,10 @@ class _Searched(MetaEstimatorMixin, BaseEstimator):
         tags.input_tags, tags.target_tags = inner.input_tags, inner.target_tags
         return tags
 
-    def predict(self,
-                X, # m × d: frame, array, tensor, sparse matrix
-               ) -> np.ndarray: # m, or m × c
+    def predict(
+        self,
+        X, # m × d: frame, array, tensor, sparse matrix
+    ) -> np.ndarray: # m, or m × c
         "What the machine that was chosen predicts."
         check_is_fitted(self)
         return self.best_estimator_.predict(X)
@@ -54,42 +56,47 @@ class _Searched(MetaEstimatorMixin, BaseEstimator):
 # %% ../../nbs/machines/15_cross_validation.ipynb #d5a643cf
 class RFMRegressorCV(RegressorMixin, _Searched):
     "An `RFMRegressor` whose ridge, bandwidth and number of updates are chosen on folds."
-    def fit(self,
-            X, # n × d: frame, array, tensor, sparse matrix
-            y, # n, or n × c
-           ) -> "RFMRegressorCV":
+    def fit(
+        self,
+        X, # n × d: frame, array, tensor, sparse matrix
+        y, # n, or n × c
+    ) -> "RFMRegressorCV":
         "Choose, then fit on all rows."
         return choose_on_folds(self, X, y)
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #d771ba23
 class RFMClassifierCV(ClassifierMixin, _Searched):
     "An `RFMClassifier` whose ridge, bandwidth and number of updates are chosen on folds."
-    def fit(self,
-            X, # n × d: frame, array, tensor, sparse matrix
-            y, # n labels
-           ) -> "RFMClassifierCV":
+    def fit(
+        self,
+        X, # n × d: frame, array, tensor, sparse matrix
+        y, # n labels
+    ) -> "RFMClassifierCV":
         "Choose, then fit on all rows."
         choose_on_folds(self, X, y)
         self.classes_ = self.best_estimator_.classes_
         return self
 
-    def predict_proba(self,
-                      X, # m × d: frame, array, tensor, sparse matrix
-                     ) -> np.ndarray: # m × c
+    def predict_proba(
+        self,
+        X, # m × d: frame, array, tensor, sparse matrix
+    ) -> np.ndarray: # m × c
         "Probabilities of the machine that was chosen."
         check_is_fitted(self)
         return self.best_estimator_.predict_proba(X)
 
-    def decision_function(self,
-                          X, # m × d: frame, array, tensor, sparse matrix
-                         ) -> np.ndarray: # m for two classes, else m × c
+    def decision_function(
+        self,
+        X, # m × d: frame, array, tensor, sparse matrix
+    ) -> np.ndarray: # m for two classes, else m × c
         "Scores of the machine that was chosen."
         check_is_fitted(self)
         return self.best_estimator_.decision_function(X)
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #f46fbbef
-def machine_of(search: _Searched, # its estimator, or the usual one for it
-              ) -> Any: # an estimator, not fitted
+def machine_of(
+    search: _Searched, # may name one
+) -> Any: # not fitted
     "The machine to search over."
     if search.estimator is not None: return search.estimator
     kind = RFMClassifier if isinstance(search, ClassifierMixin) else RFMRegressor
@@ -102,12 +109,13 @@ class Point(NamedTuple):
     ridge: float # nλ
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #55c9f99a
-def points_of(search: _Searched, # gives bandwidths and ridges
-             ) -> list[Point]:
+def points_of(
+    search: _Searched, # has its values
+) -> list[Point]:
     "The grid, in the order that breaks ties."
     grid = [Point(b, r) for b in search.bandwidths for r in search.ridges]
-    if not grid: raise ValueError("the grid is empty: give at least one ridge and one bandwidth")
-    return grid
+    if grid: return grid
+    raise ValueError("the grid is empty: give at least one ridge and one bandwidth")
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #ebd1239e
 class TrainRows(NamedTuple):
@@ -116,10 +124,11 @@ class TrainRows(NamedTuple):
     held: np.ndarray # that it is judged on
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #7bc328fb
-def folds_of(search: _Searched, # gives the number or kind of folds
-             X: Any, # n × d
-             y: np.ndarray, # n or n × c
-            ) -> list[TrainRows]:
+def folds_of(
+    search: _Searched, # gives the number or kind of folds
+    X: Any, # n × d
+    y: np.ndarray, # n or n × c
+) -> list[TrainRows]:
     "The folds of a search."
     classify = isinstance(search, ClassifierMixin)
     folds = check_cv(search.cv, y, classifier=classify).split(np.zeros(len(y)), y)
@@ -127,12 +136,13 @@ def folds_of(search: _Searched, # gives the number or kind of folds
     return [TrainRows(rows, held[np.isin(y[held], y[rows])]) for rows, held in folds]
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #162f324b
-def errors_along(machine: Any, # not fitted
-                 X: Any, # n × d
-                 y: np.ndarray, # n or n × c
-                 points: list[Point], # of the grid, with one bandwidth
-                 fold: TrainRows, # rows to fit on, rows held out
-                ) -> list[list[float]]: # for each point: after 0, 1, 2 … updates
+def errors_along(
+    machine: Any, # not fitted
+    X: Any, # n × d
+    y: np.ndarray, # n or n × c
+    points: list[Point], # of the grid, with one bandwidth
+    fold: TrainRows, # rows to fit on, rows held out
+) -> list[list[float]]: # for each point: after 0, 1, 2 … updates
     "The errors of several ridges on the held-out rows; a bandwidth is looked for once."
     train, held = ((rows_of(X, rows), y[rows]) for rows in fold)
     bandwidth, found = points[0].bandwidth, []
@@ -145,41 +155,55 @@ def errors_along(machine: Any, # not fitted
 
 
 # %% ../../nbs/machines/15_cross_validation.ipynb #cvorder1
-def in_order(runs: list[list[Any]], # from `errors_along`: fold by fold for each bandwidth
-             folds: int, # how many
-            ) -> list[Any]: # the folds of the first point, of the second …
+def in_order(
+    runs: list[list[Any]], # from `errors_along`: fold by fold for each bandwidth
+    folds: int, # how many
+) -> list[Any]: # the folds of the first point, of the second …
     "The runs in the order of the grid."
     groups = [runs[i:i + folds] for i in range(0, len(runs), folds)]
     return [run for group in groups for point in zip(*group) for run in point]
 
+# %% ../../nbs/machines/15_cross_validation.ipynb #7693a972
+def _averaged(at: Point, iters: int, errors: Sequence[float]) -> dict[str, Any]:
+    "Mean and standard error of one setting over the folds."
+    se = np.std(errors, ddof=1) / len(errors)**.5 if len(errors) > 1 else np.nan
+    return dict(**at._asdict(), iters=iters, error=np.mean(errors), se=se)
+
 # %% ../../nbs/machines/15_cross_validation.ipynb #29212125
-def grid_of(grid: list[Point], # in the order of the search
-            runs: list[list[float]], # the folds of the first point, of the second …
-            folds: int, # how many
-           ) -> pd.DataFrame: # a row for each setting that all folds have
+def grid_of(
+    grid: list[Point], # in the order of the search
+    runs: list[list[float]], # the folds of the first point, of the second …
+    folds: int, # how many
+) -> pd.DataFrame: # a row for each setting that all folds have
     "Mean and standard error over the folds."
     rows = []
     for i, at in enumerate(grid):
-        for t, errors in enumerate(zip(*runs[i * folds:(i + 1) * folds])):
-            se = np.std(errors, ddof=1) / folds**.5 if folds > 1 else np.nan
-            rows.append(dict(point=i, **at._asdict(), iters=t, error=np.mean(errors), se=se))
+        every = zip(*runs[i * folds:(i + 1) * folds])
+        rows += [dict(point=i) | _averaged(at, t, errors) for t, errors in enumerate(every)]
     return pd.DataFrame(rows)
 
+# %% ../../nbs/machines/15_cross_validation.ipynb #831fa7c9
+def _grid_errors(est: _Searched, machine: Any, grid: list[Point], X: Any,
+                 y: np.ndarray) -> pd.DataFrame:
+    "Every setting on every fold; the ridges of one bandwidth go together."
+    folds = folds_of(est, X, y)
+    wide = [[p for p in grid if p.bandwidth == b] for b in dict.fromkeys(p[0] for p in grid)]
+    tried = [delayed(errors_along)(machine, X, y, some, f) for some in wide for f in folds]
+    runs = in_order(Parallel(est.n_jobs)(tried), len(folds))
+    return grid_of(grid, runs, len(folds))
+
 # %% ../../nbs/machines/15_cross_validation.ipynb #4dddc116
-def choose_on_folds(est: _Searched, # with its settings; filled in
-           X: Any, # n × d
-           y: Any, # n or n × c
-          ) -> Any: # est
+def choose_on_folds(
+    est: _Searched, # with its settings; filled in
+    X: Any, # n × d
+    y: Any, # n or n × c
+) -> Any: # est
     "Fill in what the search found: cv_results_, best_params_, best_error_, best_estimator_."
     if y is None:
         raise ValueError(f"{type(est).__name__} requires y to be passed, but the target y is None")
     machine, grid = machine_of(est), points_of(est)
     X, y = indexable(X, np.asarray(y))
-    folds = folds_of(est, X, y)
-    wide = [[p for p in grid if p.bandwidth == b] for b in dict.fromkeys(p[0] for p in grid)]
-    tried = [delayed(errors_along)(machine, X, y, some, f) for some in wide for f in folds]
-    runs = in_order(Parallel(est.n_jobs)(tried), len(folds))
-    found = est.cv_results_ = grid_of(grid, runs, len(folds))
+    found = est.cv_results_ = _grid_errors(est, machine, grid, X, y)
     best = int(found.error.argmin())
     est.best_params_ = grid[found.point[best]]._asdict() | dict(iters=int(found.iters[best]))
     est.best_error_ = float(found.error[best])

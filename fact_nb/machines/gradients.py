@@ -22,38 +22,38 @@ from .threads import spread
 Coefs = Tensor | Callable[[int, int], Tensor]
 
 # %% ../../nbs/machines/03_gradients.ipynb #1f947596
-def coef_strip(C: Coefs, # the matrix, or what makes its strips
-               i: int, # first row
-               e: int, # one past the last
-              ) -> Tensor: # C[i:e, i:]
-    "Some rows of C from the diagonal on. The square on it is completed, nothing else below it."
+def coef_strip(
+    C: Coefs, # the matrix, or what makes its strips
+    i: int, # first row
+    e: int, # one past the last
+) -> Tensor: # C[i:e, i:]
+    "Some rows of C from the diagonal on, the square on it completed."
     if callable(C): return C(i, e)
     D = C[i:e, i:e]
     D.copy_(D.triu() + D.triu(1).T)
     return C[i:e, i:]
 
 # %% ../../nbs/machines/03_gradients.ipynb #fa916d31
-def coef_strips(C: Coefs, # the matrix, or what makes its strips
-                n: int, # rows of C
-                where: torch.device, # the device, which decides how high a strip is
-               ) -> Iterator[tuple[int, int, Tensor]]: # i, e, C[i:e, i:]
+def coef_strips(
+    C: Coefs, # the matrix, or what makes them
+    n: int, # rows of C
+    where: torch.device, # gives their height
+) -> Iterator[tuple[int, int, Tensor]]: # i, e, C[i:e, i:]
     "All strips of C."
     return ((i, e, coef_strip(C, i, e)) for i, e in row_ranges(n, strip_rows(n, where)))
 
 # %% ../../nbs/machines/03_gradients.ipynb #b495620d
-def fact_core(C: Coefs, # n × n, upper triangle
-              alpha: Tensor, # n × c
-              X: Tensor, # n × d
-              radial: bool, # the kernel's family
-              less: Tensor | None = None, # n × n, symmetric: taken off ααᵀ
-             ) -> Tensor: # d × d, symmetric
+def fact_core(
+    C: Coefs, # n × n, upper triangle
+    alpha: Tensor, # n × c
+    X: Tensor, # n × d
+    radial: bool, # the kernel's family
+    less: Tensor | None = None, # n × n, symmetric: taken off ααᵀ
+) -> Tensor: # d × d, symmetric
     "S, with FACT = M S."
     n, d = X.shape
     P, s = X.new_zeros(d, d), X.new_zeros(n)
-    rows = list(row_ranges(n, strip_rows(n, X.device)))
-    worth = X.device.type == "cpu" and n * n > 2**20
-    made = spread(partial(_fact_strip, C, alpha, X, radial, less), rows, worth)
-    for (i, e), (part, sums) in zip(rows, made):
+    for (i, e), (part, sums) in _fact_strips(C, alpha, X, radial, less):
         P += part
         if sums is not None:                            # H1
             s[i:e] += sums[0]
@@ -61,10 +61,13 @@ def fact_core(C: Coefs, # n × n, upper triangle
     S = P + P.T                                         # XᵀHX
     return (X.T * s) @ X - S if radial else S
 
+# %% ../../nbs/machines/03_gradients.ipynb #95e288c8
+_Strip = tuple[Tensor, tuple[Tensor, Tensor] | None] # what rows i:e of H add
+
 # %% ../../nbs/machines/03_gradients.ipynb #12159aeb
 def _fact_strip(C: Coefs, alpha: Tensor, X: Tensor, radial: bool, less: Tensor | None,
-                rows: tuple[int, int]) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    "What rows i:e of H add: to XᵀHX, to H1 in these rows, and to H1 from these rows on."
+                rows: tuple[int, int]) -> _Strip:
+    "To XᵀHX, to H1 in these rows, and to H1 from these rows on."
     i, e = rows
     B = alpha[i:e] @ alpha[i:].T
     if less is not None:
@@ -74,10 +77,16 @@ def _fact_strip(C: Coefs, alpha: Tensor, X: Tensor, radial: bool, less: Tensor |
     part = X[i:e].T @ (H @ X[i:])
     return part, (H.sum(1), H.sum(0)) if radial else None
 
+# %% ../../nbs/machines/03_gradients.ipynb #811db00f
+def _fact_strips(C: Coefs, alpha: Tensor, X: Tensor, radial: bool,
+                 less: Tensor | None) -> Iterator[tuple[tuple[int, int], _Strip]]:
+    "Rows i:e and what they add, from the first to the last."
+    rows = list(row_ranges(len(X), strip_rows(len(X), X.device)))
+    worth = X.device.type == "cpu" and len(X)**2 > 2**20
+    return zip(rows, spread(partial(_fact_strip, C, alpha, X, radial, less), rows, worth))
+
 # %% ../../nbs/machines/03_gradients.ipynb #c1d09c74
-def _sym_mm(C: Coefs, # symmetric; its upper triangle is read
-            V: Tensor, # n × k
-           ) -> Tensor: # n × k
+def _sym_mm(C: Coefs, V: Tensor) -> Tensor: # n × k
     "C V."
     R = torch.zeros_like(V)
     for i, e, c in coef_strips(C, len(V), V.device):
@@ -86,43 +95,41 @@ def _sym_mm(C: Coefs, # symmetric; its upper triangle is read
         R[e:].addmm_(c[:, e - i:].T, V[i:e])
     return R
 
-# %% ../../nbs/machines/03_gradients.ipynb #097f15d8
-def _agop_by_product(C: Coefs, # n × n
-                     alpha: Tensor, # n × c
-                     X: Tensor, # n × d
-                     radial: bool,
-                     w: Tensor, # n weights, their sum is 1
-                    ) -> Tensor: # d × d
-    "T = Σ w_l G_l G_lᵀ, with the gradients G (before M) of a few outputs at a time."
+# %% ../../nbs/machines/03_gradients.ipynb #10cc3032
+def _bare_gradients(C: Coefs, alpha: Tensor, X: Tensor, radial: bool) -> Tensor: # n × c × d
+    "The gradients of all outputs at all samples, before M."
     n, d = X.shape
     E = torch.cat([X, X.new_ones(n, 1)], 1) if radial else X
+    V = (alpha[:, :, None] * E[:, None]).reshape(n, -1)
+    R = _sym_mm(C, V).view(n, alpha.shape[1], -1)
+    return X[:, None] * R[..., d:] - R[..., :d] if radial else R
+
+# %% ../../nbs/machines/03_gradients.ipynb #097f15d8
+def _agop_by_product(C: Coefs, alpha: Tensor, X: Tensor, radial: bool, w: Tensor) -> Tensor:
+    "T = Σ w_l G_l G_lᵀ, with the gradients G of a few outputs at a time; Σ w = 1."
+    n, d = X.shape
     T = X.new_zeros(d, d)
-    for a in alpha.split(max(1, 2**25 // (n * (d + 1))), 1):            # V stays below 2²⁵ numbers
-        V = (a[:, :, None] * E[:, None]).reshape(n, -1)
-        R = _sym_mm(C, V).view(n, a.shape[1], -1)
-        G = X[:, None] * R[..., d:] - R[..., :d] if radial else R   # x_i (Cα)_i − Σ C_ij α_j x_j
-        T += _weighted_gram(G, w)
+    for a in alpha.split(max(1, 2**25 // (n * (d + 1))), 1): # V stays below 2²⁵ numbers
+        T += _weighted_gram(_bare_gradients(C, a, X, radial), w)
     return T
 
 # %% ../../nbs/machines/03_gradients.ipynb #6fa7273f
-def _weighted_gram(G: Tensor, # n × a × d
-                   w: Tensor, # n
-                  ) -> Tensor: # d × d
-    "Σ_l w_l G_lᵀ G_l."
+def _weighted_gram(G: Tensor, w: Tensor) -> Tensor: # d × d
+    "Σ_l w_l G_lᵀ G_l, of n × a × d numbers."
     d = G.shape[2]
     if d < 8: return torch.einsum("nad,nae,n->de", G, G, w)
     return (G * w[:, None, None]).reshape(-1, d).T @ G.reshape(-1, d)
 
+# %% ../../nbs/machines/03_gradients.ipynb #552dffdd
+def _mirror_(C: Tensor) -> None:
+    "The lower triangle of C from the upper one."
+    for i, e, c in coef_strips(C, len(C), C.device):
+        C[e:, i:e] = c[:, e - i:].T
+
 # %% ../../nbs/machines/03_gradients.ipynb #8814e15c
-def _agop_by_gram(C: Tensor, # n × n; its lower triangle is overwritten
-                  alpha: Tensor, # n × c
-                  X: Tensor, # n × d
-                  radial: bool,
-                  w: Tensor, # n weights, their sum is 1
-                 ) -> Tensor: # d × d
-    "T through CDC ∘ ααᵀ."
-    for i, e, c in coef_strips(C, len(X), X.device):
-        C[e:, i:e] = c[:, e - i:].T                     # both triangles are needed
+def _agop_by_gram(C: Tensor, alpha: Tensor, X: Tensor, radial: bool, w: Tensor) -> Tensor: # d × d
+    "T through CDC ∘ ααᵀ; Σ w = 1, and the lower triangle of C is overwritten."
+    _mirror_(C)
     tau = lambda i, e: (C[i:e] * w) @ C[:, i:]          # rows of CDC
     T = fact_core(tau, alpha, X, False)
     if not radial: return T
@@ -131,48 +138,52 @@ def _agop_by_gram(C: Tensor, # n × n; its lower triangle is overwritten
     return T - Q - Q.T + (X.T * (w * s.square().sum(1))) @ X
 
 # %% ../../nbs/machines/03_gradients.ipynb #fc58e6bd
-def _mixed_term(C: Tensor, # n × n, both triangles
-                alpha: Tensor, # n × c
-                X: Tensor, # n × d
-                ws: Tensor, # n × c: w s
-               ) -> Tensor: # d × d
-    "Q = Xᵀ(DC ∘ sαᵀ)X, a strip of rows at a time."
+def _mixed_term(C: Tensor, alpha: Tensor, X: Tensor, ws: Tensor) -> Tensor: # d × d
+    "Q = Xᵀ(DC ∘ sαᵀ)X, a strip at a time."
     Q = X.new_zeros(X.shape[1], X.shape[1])
     for i, e, _ in coef_strips(C, len(X), X.device):
         Q += X[i:e].T @ ((ws[i:e] @ alpha.T).mul_(C[i:e]) @ X)
     return Q
 
+# %% ../../nbs/machines/03_gradients.ipynb #9ac14fec
+def _cheaper(C: Coefs, alpha: Tensor, X: Tensor) -> str:
+    "The form with fewer operations, where C leaves a choice."
+    many = 2 * alpha.shape[1] * X.shape[1] > len(X)
+    return "gram" if many and not callable(C) else "product"
+
 # %% ../../nbs/machines/03_gradients.ipynb #d532ee19
-def agop_core(C: Coefs, # n × n, upper triangle
-              alpha: Tensor, # n × c
-              X: Tensor, # n × d
-              radial: bool, # the kernel's family
-              weight: Tensor | None = None, # n, samples count equally by default
-              form: str = "auto", # "product", "gram", or the cheaper of the two
-             ) -> Tensor: # d × d, symmetric
+def agop_core(
+    C: Coefs, # n × n, upper triangle
+    alpha: Tensor, # n × c
+    X: Tensor, # n × d
+    radial: bool, # the kernel's family
+    weight: Tensor | None = None, # n, samples count equally by default
+    form: str = "auto", # "product", "gram", or the cheaper of the two
+) -> Tensor: # d × d, symmetric
     "T, with AGOP = M T M."
     if form not in ("auto", "product", "gram"):
         raise ValueError(f'form must be "auto", "product" or "gram", not {form!r}')
     w = X.new_ones(len(X)) if weight is None else weight.to(X)
     w = w / w.sum()
-    cheaper = "gram" if 2 * alpha.shape[1] * X.shape[1] > len(X) and not callable(C) else "product"
-    if (cheaper if form == "auto" else form) == "product":
-        return _agop_by_product(C, alpha, X, radial, w)
+    form = _cheaper(C, alpha, X) if form == "auto" else form
+    if form == "product": return _agop_by_product(C, alpha, X, radial, w)
     if callable(C): raise ValueError('form="gram" needs C as a matrix')
     return _agop_by_gram(C, alpha, X, radial, w)
 
 # %% ../../nbs/machines/03_gradients.ipynb #40177ffa
-def centred(X: Tensor, # n × d
-            radial: bool, # the kernel's family
-           ) -> Tensor:
+def centred(
+    X: Tensor, # n × d
+    radial: bool, # the kernel's family
+) -> Tensor:
     "The points, without their mean where distances are all that counts."
     return X - X.mean(0) if radial else X
 
 # %% ../../nbs/machines/03_gradients.ipynb #339f4827
-def kernel_coefficients(kernel: Kernel, # with its bandwidth set
-                        X: Tensor, # n × d
-                        M: Metric, # d × d, d, a factor, or None for the identity
-                       ) -> Callable[[int, int], Tensor]:
+def kernel_coefficients(
+    kernel: Kernel, # with its bandwidth set
+    X: Tensor, # n × d
+    M: Metric, # d × d, d, a factor, or None for the identity
+) -> Callable[[int, int], Tensor]:
     "Makes C[i:e, i:] when asked."
     M = metric(M, X)                                    # looked at once, not for every strip
     strip = lambda i, e: pairs(X[i:e], X[i:], M, kernel.radial, trusted=True)
@@ -185,21 +196,23 @@ def _full(M: Tensor | None, X: Tensor) -> Tensor: # d × d
     return M.to(X).diag() if M.ndim == 1 else M.to(X)
 
 # %% ../../nbs/machines/03_gradients.ipynb #bf98c89c
-def kernel_fact(kernel: Kernel, # with its bandwidth set
-                X, # n × d
-                alpha: Tensor, # n × c
-                M: Tensor | None = None, # d × d, d vector, or None for the identity
-               ) -> Tensor: # d × d
+def kernel_fact(
+    kernel: Kernel, # with its bandwidth set
+    X, # n × d
+    alpha: Tensor, # n × c
+    M: Tensor | None = None, # d × d, d vector, or None for the identity
+) -> Tensor: # d × d
     "FACT of the kernel machine Σ K_M(x, x_j) α_j."
     X = centred(as_points(X), kernel.radial)
     return _full(M, X) @ fact_core(kernel_coefficients(kernel, X, M), alpha, X, kernel.radial)
 
 # %% ../../nbs/machines/03_gradients.ipynb #d1bb8def
-def kernel_agop(kernel: Kernel, # with its bandwidth set
-                X, # n × d
-                alpha: Tensor, # n × c
-                M: Tensor | None = None, # d × d, d vector, or None for the identity
-               ) -> Tensor: # d × d
+def kernel_agop(
+    kernel: Kernel, # with its bandwidth set
+    X, # n × d
+    alpha: Tensor, # n × c
+    M: Tensor | None = None, # d × d, d vector, or None for the identity
+) -> Tensor: # d × d
     "AGOP of the kernel machine Σ K_M(x, x_j) α_j."
     X = centred(as_points(X), kernel.radial)
     F = _full(M, X)

@@ -23,25 +23,25 @@ from .direct import Solution, check_system, strips
 from .kernels import Kernel, Pairs, as_points, evaluate_pairs, pairs
 
 # %% ../../nbs/machines/06_iterative.ipynb #f7545685
-def solve_iterative(kernel: Kernel, # with its bandwidth set
-                    X, # n × d points
-                    Y, # n or n × c targets
-                    ridges: Iterable[float], # one or several ρ = nλ
-                    M=None, # metric: None, d, d × d or LowRank
-                    alpha0: Tensor | None = None, # start: the shape of Y
-                    tol: float = 1e-4, # ‖(K + ρ)α − y‖ / ‖y‖ of every column
-                    max_iter: int = 500, # products, in each precision
-                    rank: int | None = None, # of the preconditioner; None: default_rank(n)
-                    seed: int = 0, # of the preconditioner
-                   ) -> list[Solution]: # one for each ridge
+def solve_iterative(
+    kernel: Kernel, # with its bandwidth set
+    X, # n × d points
+    Y, # n or n × c targets
+    ridges: Iterable[float], # one or several ρ = nλ
+    M=None, # metric: None, d, d × d or LowRank
+    alpha0: Tensor | None = None, # start: the shape of Y
+    tol: float = 1e-4, # ‖(K + ρ)α − y‖ / ‖y‖ of every column
+    max_iter: int = 500, # products, in each precision
+    rank: int | None = None, # of the preconditioner; None: default_rank(n)
+    seed: int = 0, # of the preconditioner
+) -> list[Solution]: # one for each ridge
     "Conjugate gradients for all columns and ridges together; memory O(n·(rank + c·ridges))."
     X = as_points(X).detach()
     n, start = len(X), time.perf_counter()
     Y, ridges, flat = check_system(Y, ridges, n, X)
     rank = default_rank(n) if rank is None else min(rank, n)
     S = _Systems(kernel, X, M, *_rows(Y, ridges), tol, max_iter, rank, seed)
-    x = None if alpha0 is None else _rows(check_system(alpha0, ridges, n, S.Y)[0], ridges)[0]
-    x, res, runs = _attempts(S, x)
+    x, res, runs = _attempts(S, _start(S, alpha0, ridges))
     _warn_if_short(res, tol, runs[-1].iterations)
     c, seconds = Y.shape[1], time.perf_counter() - start
     found = []
@@ -53,14 +53,15 @@ def solve_iterative(kernel: Kernel, # with its bandwidth set
 # %% ../../nbs/machines/06_iterative.ipynb #ee4bd709
 class KernelProduct:
     "V → V K for K = K(X, X) in metric M, tile by tile; sums over tiles in float64."
-    def __init__(self,
-                 kernel: Kernel, # with its bandwidth set
-                 X: Tensor, # n × d points
-                 M=None, # metric
-                 dtype: torch.dtype | None = None, # of the tiles; default that of X
-                 exact: bool = False, # sums in float64 inside a tile as well
-                 tile: tuple[int, int] | None = None, # rows and columns of a tile, rows ≤ columns
-                ):
+    def __init__(
+        self,
+        kernel: Kernel, # with its bandwidth set
+        X: Tensor, # n × d points
+        M=None, # metric
+        dtype: torch.dtype | None = None, # of the tiles; default that of X
+        exact: bool = False, # sums in float64 inside a tile as well
+        tile: tuple[int, int] | None = None, # rows and columns of a tile, rows ≤ columns
+    ):
         X = as_points(X)
         if kernel.radial:
             X = X - X.mean(0)  # in full precision, before rounding to dtype
@@ -70,15 +71,17 @@ class KernelProduct:
         self.wide = dtype_for(X.device)
         self.sums = self.wide if exact else self.P.left.dtype
 
-    def __call__(self,
-                 V: Tensor, # c × n
-                ) -> Tensor: # c × n
+    def __call__(
+        self,
+        V: Tensor, # c × n
+    ) -> Tensor: # c × n
         "V K."
         return product(self, V)
 
-    def columns(self,
-                idx: Tensor, # their numbers
-               ) -> Tensor: # n × len(idx)
+    def columns(
+        self,
+        idx: Tensor, # their numbers
+    ) -> Tensor: # n × len(idx)
         "The columns K[:, idx]."
         self.entries += self.n * len(idx)
         some = Pairs(self.P.left, self.P.right[idx], self.P.floor, False)
@@ -89,24 +92,29 @@ class KernelProduct:
         if self.kernel.radial: return self.kernel.k_(torch.zeros(self.n).to(self.P.left))
         return self.kernel.k_((self.P.left * self.P.right).sum(1))
 
+# %% ../../nbs/machines/06_iterative.ipynb #8a4ff56e
+def _usual_tile(n: int, where: torch.device) -> tuple[int, int]:
+    "What suits the device and n rows."
+    if where.type == "cpu": return 256, 2048
+    return min(1024, max(64, n // 8), n), min(8192, n)
+
 # %% ../../nbs/machines/06_iterative.ipynb #929d055b
 def _tile_shape(tile: tuple[int, int] | None, n: int, where: torch.device) -> tuple[int, int]:
-    "Rows and columns of a tile: those asked for, or what suits the device and n rows."
-    if tile is None and where.type == "cpu": return 256, 2048
-    if tile is None: return min(1024, max(64, n // 8), n), min(8192, n)
-    if tile[0] > tile[1]:
-        raise ValueError(f"a tile of {tile[0]} × {tile[1]}: give at least as many columns as rows")
-    return tile
+    "Rows and columns of a tile: those asked for, or the usual ones."
+    if tile is None: return _usual_tile(n, where)
+    if tile[0] <= tile[1]: return tile
+    raise ValueError(f"a tile of {tile[0]} × {tile[1]}: give at least as many columns as rows")
 
 # %% ../../nbs/machines/06_iterative.ipynb #ab7166db
 @exact_products()
-def form_tile(op: KernelProduct, # whose matrix
-              i: int, # rows i … e
-              e: int, # one past the last row
-              j: int, # columns j … f
-              f: int, # one past the last column
-              buffer: Tensor, # of the tiles' dtype, at least (e − i)·(f − j) long
-             ) -> Tensor: # (e − i) × (f − j)
+def form_tile(
+    op: KernelProduct, # whose matrix
+    i: int, # rows i … e
+    e: int, # one past the last row
+    j: int, # columns j … f
+    f: int, # one past the last column
+    buffer: Tensor, # of the tiles' dtype, at least (e − i)·(f − j) long
+) -> Tensor: # (e − i) × (f − j)
     "K[i:e, j:f] in the memory of buffer where the kernel can."
     t = buffer[:(e - i) * (f - j)].view(e - i, f - j)
     torch.mm(op.P.left[i:e], op.P.right[j:f].T, out=t)
@@ -118,9 +126,10 @@ def form_tile(op: KernelProduct, # whose matrix
     return op.kernel.k_(t)
 
 # %% ../../nbs/machines/06_iterative.ipynb #9811ec7f
-def product(op: KernelProduct, # whose matrix
-            V: Tensor, # c × n
-           ) -> Tensor: # c × n
+def product(
+    op: KernelProduct, # whose matrix
+    V: Tensor, # c × n
+) -> Tensor: # c × n
     "V K: every tile on or right of the diagonal is formed once and used twice."
     rows, cols = op.tile
     v = V.to(op.sums)
@@ -135,10 +144,11 @@ def product(op: KernelProduct, # whose matrix
     return out
 
 # %% ../../nbs/machines/06_iterative.ipynb #9119363c
-def partial_cholesky(op: KernelProduct, # whose matrix
-                     rank: int, # columns wanted
-                     seed: int = 0, # of the random pivots
-                    ) -> tuple[Tensor, Tensor]: # F, n × r with r ≤ rank; unexplained diagonal, n
+def partial_cholesky(
+    op: KernelProduct, # whose matrix
+    rank: int, # columns wanted
+    seed: int = 0, # of the random pivots
+) -> tuple[Tensor, Tensor]: # F, n × r with r ≤ rank; unexplained diagonal, n
     "K ≈ F Fᵀ from randomly pivoted columns."
     left = op.diagonal().to(op.wide)
     total = left.sum()
@@ -156,22 +166,22 @@ def partial_cholesky(op: KernelProduct, # whose matrix
     return F[:, :r], left
 
 # %% ../../nbs/machines/06_iterative.ipynb #b0b96293
-def _explain(op: KernelProduct, F: Tensor, idx: Tensor) -> Tensor: # n × at most len(idx)
-    "B, with which F Fᵀ + B Bᵀ agrees with K on the columns idx."
+def _explain(op: KernelProduct, F: Tensor, idx: Tensor) -> Tensor:
+    "The new columns B, from the columns idx of K."
     G = op.columns(idx).addmm_(F, F[idx].T, alpha=-1)
-    S = G[idx].to(op.wide)
-    e, Q = torch.linalg.eigh(sym(S))
+    e, Q = torch.linalg.eigh(sym(G[idx].to(op.wide)))
     ok = e > 1e-6 * e[-1]
     return G @ (Q[:, ok] / e[ok].sqrt()).to(G)
 
 # %% ../../nbs/machines/06_iterative.ipynb #039de71b
 class Nystrom:
     "The preconditioner P⁻¹ for every ridge, from a partial Cholesky factor."
-    def __init__(self,
-                 op: KernelProduct, # whose matrix
-                 rank: int, # columns of the factor
-                 seed: int = 0, # of the random pivots
-                ):
+    def __init__(
+        self,
+        op: KernelProduct, # whose matrix
+        rank: int, # columns of the factor
+        seed: int = 0, # of the random pivots
+    ):
         F, left = partial_cholesky(op, rank, seed)
         eps = torch.finfo(F.dtype).eps
         s, Q = torch.linalg.eigh((F.T @ F).to(op.wide))
@@ -184,24 +194,26 @@ class Nystrom:
             F[i:e] = F[i:e] @ T  # U takes F's place
         self.U = F
 
-    def __call__(self,
-                 R: Tensor, # residuals, c × n
-                 ridge: Tensor, # one for each row of R
-                ) -> Tensor: # c × n
+    def __call__(
+        self,
+        R: Tensor, # residuals, c × n
+        ridge: Tensor, # one for each row of R
+    ) -> Tensor: # c × n
         "P⁻¹ of every row."
         mu = (ridge[:, None] + self.delta).clamp(min=self.least)
         w = (R.to(self.U) @ self.U).to(self.wide) * (mu / (self.s + mu) - 1)
         return R + (w.to(self.U) @ self.U.T).to(self.wide)
 
 # %% ../../nbs/machines/06_iterative.ipynb #2c54b891
-def cg(op: Callable[[Tensor], Tensor], # V → V K
-       pre: Callable[[Tensor, Tensor], Tensor], # (R, ridge) → P⁻¹ R
-       Y: Tensor, # c × n targets
-       ridge: Tensor, # one per row
-       tol: Tensor | float = 1e-5, # goal for ‖r‖/‖y‖, per row or for all
-       max_iter: int = 500, # products
-       patience: int = 40, # stop after so many products without progress
-      ) -> tuple[Tensor, Tensor, int]: # best x, its residuals, products used
+def cg(
+    op: Callable[[Tensor], Tensor], # V → V K
+    pre: Callable[[Tensor, Tensor], Tensor], # (R, ridge) → P⁻¹ R
+    Y: Tensor, # c × n targets
+    ridge: Tensor, # one per row
+    tol: Tensor | float = 1e-5, # goal for ‖r‖/‖y‖, per row or for all
+    max_iter: int = 500, # products
+    patience: int = 40, # stop after so many products without progress
+) -> tuple[Tensor, Tensor, int]: # best x, its residuals, products used
     "Preconditioned conjugate gradients on all rows at once, started at zero."
     size = _sizes(Y)
     tol = torch.as_tensor(tol).to(size).expand(len(Y))
@@ -224,13 +236,9 @@ def cg(op: Callable[[Tensor], Tensor], # V → V K
     return best.x, best.res, its
 
 # %% ../../nbs/machines/06_iterative.ipynb #8fd87f61
-def _direction(pre: Callable[[Tensor, Tensor], Tensor], # (R, ridge) → P⁻¹ R
-               r: Tensor, # c × n residuals
-               ridge: Tensor, # one per row
-               p: Tensor | None, # the last direction, if there was one
-               before: Tensor | None, # ⟨r, z⟩ then
-              ) -> tuple[Tensor, Tensor]: # p, ⟨r, z⟩
-    "The next search direction of each row."
+def _direction(pre: Callable[[Tensor, Tensor], Tensor], r: Tensor, ridge: Tensor, p: Tensor | None,
+               before: Tensor | None) -> tuple[Tensor, Tensor]: # p, ⟨r, z⟩
+    "The next search direction of each row, from the last one if there was one."
     z = pre(r, ridge)
     rz = (r * z).sum(1)
     if p is None or before is None: return z, rz
@@ -256,15 +264,16 @@ def _sizes(Y: Tensor) -> Tensor: # c
     return Y.norm(dim=1).clamp(min=torch.finfo(Y.dtype).tiny)
 
 # %% ../../nbs/machines/06_iterative.ipynb #3ecad6ed
-def refine_rounds(inner: Callable[[Tensor], Tensor], # fast product V → V K
-                  outer: Callable[[Tensor], Tensor], # exact product
-                  pre: Callable[[Tensor, Tensor], Tensor], # preconditioner
-                  Y: Tensor, # c × n targets
-                  ridge: Tensor, # one per row
-                  x: Tensor | None, # start, c × n
-                  tol: float, # goal for ‖r‖/‖y‖
-                  max_iter: int, # fast products
-                 ) -> tuple[Tensor, Tensor, int]: # x, measured residuals, fast products
+def refine_rounds(
+    inner: Callable[[Tensor], Tensor], # fast product V → V K
+    outer: Callable[[Tensor], Tensor], # exact product
+    pre: Callable[[Tensor, Tensor], Tensor], # preconditioner
+    Y: Tensor, # c × n targets
+    ridge: Tensor, # one per row
+    x: Tensor | None, # start, c × n
+    tol: float, # goal for ‖r‖/‖y‖
+    max_iter: int, # fast products
+) -> tuple[Tensor, Tensor, int]: # x, measured residuals, fast products
     "Inner conjugate gradients, outer residuals, until every row has ‖r‖ ≤ tol·‖y‖."
     size = _sizes(Y)
     measured = lambda x: Y - outer(x) - ridge[:, None] * x
@@ -286,33 +295,38 @@ def refine_rounds(inner: Callable[[Tensor], Tensor], # fast product V → V K
     return x, res, its
 
 # %% ../../nbs/machines/06_iterative.ipynb #59aa7ee4
-def default_rank(n: int, # points
-                ) -> int:
+def default_rank(
+    n: int, # points
+) -> int:
     "Columns for the preconditioner: 10·√n, at most half of n."
     return min(n // 2, int(10 * math.sqrt(n)))
 
 # %% ../../nbs/machines/06_iterative.ipynb #de7fe44d
 @dataclass
 class _Systems:
-    "What is to be solved, one system a row, and how hard to try."
+    "Systems to solve, one a row."
     kernel: Kernel
     X: Tensor # n × d
     M: Any # metric
     Y: Tensor # (c·ridges) × n
-    ridge: Tensor # one per row
-    tol: float # ‖r‖/‖y‖ of every row
-    max_iter: int # products, in each precision
+    ridge: Tensor # of each row
+    tol: float
+    max_iter: int # in each precision
     rank: int # of the preconditioner
     seed: int
 
 # %% ../../nbs/machines/06_iterative.ipynb #eefa181a
-def _rows(Y: Tensor, # n × c
-          ridges: list[float],
-         ) -> tuple[Tensor, Tensor]: # (c·ridges) × n, and the ridge of each row
-    "Every column of Y at every ridge."
+def _rows(Y: Tensor, ridges: list[float]) -> tuple[Tensor, Tensor]:
+    "Every column of Y at every ridge, and these ridges."
     wide = dtype_for(Y.device)
     ridge = torch.tensor(ridges, device=Y.device, dtype=wide)
     return Y.T.repeat(len(ridges), 1).to(wide), ridge.repeat_interleave(Y.shape[1])
+
+# %% ../../nbs/machines/06_iterative.ipynb #fb3a72cf
+def _start(S: _Systems, alpha0: Tensor | None, ridges: list[float]) -> Tensor | None:
+    "Where every system begins, if that was given for every column."
+    if alpha0 is None: return None
+    return _rows(check_system(alpha0, ridges, len(S.X), S.Y)[0], ridges)[0]
 
 # %% ../../nbs/machines/06_iterative.ipynb #8ab66723
 @dataclass
@@ -321,15 +335,12 @@ class _Run:
     iterations: int # fast products
     entries: int # kernel entries formed
     rank: int # of the preconditioner, as it came out
-    delta: float # mean of the diagonal that it does not explain
-    setup_seconds: float # time to build it
+    delta: float # mean of its unexplained diagonal
+    setup_seconds: float # to build it
     dtype: str # of the tiles
 
 # %% ../../nbs/machines/06_iterative.ipynb #8f17495d
-def _attempt(S: _Systems,
-             x: Tensor | None, # start
-             dtype: torch.dtype, # of the tiles
-            ) -> tuple[Tensor, Tensor, _Run]: # x, measured residuals, counts
+def _attempt(S: _Systems, x: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, _Run]:
     "One run with tiles in one precision."
     start = time.perf_counter()
     inner = KernelProduct(S.kernel, S.X, S.M, dtype)
@@ -342,11 +353,11 @@ def _attempt(S: _Systems,
 
 # %% ../../nbs/machines/06_iterative.ipynb #63e089e2
 def _attempts(S: _Systems, x: Tensor | None) -> tuple[Tensor, Tensor, list[_Run]]:
-    "Tiles in float32, then in the precision of X where that was not enough."
+    "Tiles in float32, then where need be in the precision of X."
     x, res, run = _attempt(S, x, torch.float32)
     if S.X.dtype == torch.float32 or (res <= S.tol).all(): return x, res, [run]
-    x, res, second = _attempt(S, x, S.X.dtype)
-    return x, res, [run, second]
+    x, res, again = _attempt(S, x, S.X.dtype)
+    return x, res, [run, again]
 
 # %% ../../nbs/machines/06_iterative.ipynb #ad96d470
 def _warn_if_short(res: Tensor, tol: float, products: int) -> None:
@@ -358,22 +369,20 @@ def _warn_if_short(res: Tensor, tol: float, products: int) -> None:
                   "returned. Raise the ridge, or in `solve_iterative` rank or max_iter",
                   RuntimeWarning, stacklevel=3)
 
+# %% ../../nbs/machines/06_iterative.ipynb #442ec745
+def _note(runs: list[_Run], worst: float, tol: float) -> str:
+    "The attempts in words, and how far they fell short if they did."
+    its, tiles = sum(run.iterations for run in runs), " then ".join(run.dtype for run in runs)
+    note = f"{its} products, rank {runs[-1].rank}, tiles in {tiles}"
+    return note if worst <= tol else f"{note}; stopped at residual {worst:.2g}, asked {tol:g}"
+
 # %% ../../nbs/machines/06_iterative.ipynb #4dde740e
-def _solution(alpha: Tensor, # n or n × c
-              res: Tensor, # c measured residuals
-              ridge: float,
-              tol: float, # goal for them
-              runs: list[_Run], # attempts, in their order
-              seconds: float, # of all
-             ) -> Solution:
-    "The Solution for one ridge."
+def _solution(alpha: Tensor, res: Tensor, ridge: float, tol: float, runs: list[_Run],
+              seconds: float) -> Solution:
+    "The Solution for one ridge, from the measured residuals of its columns."
     worst = float(res.max())
-    reached = worst <= tol
     its = sum(run.iterations for run in runs)
     entries = sum(run.entries for run in runs)
-    tiles = " then ".join(run.dtype for run in runs)
-    note = f"{its} products, rank {runs[-1].rank}, tiles in {tiles}"
-    if not reached:
-        note += f"; stopped at residual {worst:.2g}, asked {tol:g}"
     details = asdict(runs[-1])
-    return Solution(alpha, "cg", ridge, worst, note, seconds, its, entries, reached, details)
+    return Solution(alpha, "cg", ridge, worst, _note(runs, worst, tol), seconds, its, entries,
+                    worst <= tol, details)

@@ -33,11 +33,12 @@ class LinearFit(NamedTuple):
         return self.G @ self.G.T
 
 # %% ../../nbs/machines/13_linear_kernel.ipynb #68799799
-def linear_fit(M: Tensor, # d × d
-               X: Tensor, # n × d
-               Y: Tensor, # n × c
-               ridge: float, # ρ = nλ
-              ) -> LinearFit:
+def linear_fit(
+    M: Tensor, # d × d
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    ridge: float, # ρ = nλ
+) -> LinearFit:
     "α = (XMXᵀ + ρI)⁻¹Y and what follows from it."
     check_number(ridge, "ridge", above=0)
     A = X @ M @ X.T
@@ -47,30 +48,33 @@ def linear_fit(M: Tensor, # d × d
     return LinearFit(alpha, G, M @ G)
 
 # %% ../../nbs/machines/13_linear_kernel.ipynb #f9d37f97
-def nuclear_objective(B: Tensor, # d × c
-                      X: Tensor, # n × d
-                      Y: Tensor, # n × c
-                      ridge: float, # ρ
-                     ) -> float:
+def nuclear_objective(
+    B: Tensor, # d × c
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    ridge: float, # ρ
+) -> float:
     "‖Y − XB‖²/2ρ + ‖B‖_*."
     misfit = (Y - X @ B).square().sum() / (2 * ridge)
     return float(misfit + torch.linalg.svdvals(B).sum())
 
 # %% ../../nbs/machines/13_linear_kernel.ipynb #16240892
-def shrink_singular_values(A: Tensor, # d × c
-                           by: float, # each singular value loses this, down to 0
-                          ) -> Tensor:
+def shrink_singular_values(
+    A: Tensor, # d × c
+    by: float, # each singular value loses this, down to 0
+) -> Tensor:
     "The proximal step of the nuclear norm."
     U, s, Vt = torch.linalg.svd(A, full_matrices=False)
     return U * (s - by).clamp(min=0) @ Vt
 
 # %% ../../nbs/machines/13_linear_kernel.ipynb #39422927
-def proximal_minimum(X: Tensor, # n × d
-                     Y: Tensor, # n × c
-                     ridge: float, # ρ
-                     iters: int = 20_000, # at most
-                     tol: float = 1e-12, # relative change at which it ends
-                    ) -> Tensor: # d × c
+def proximal_minimum(
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    ridge: float, # ρ
+    iters: int = 20_000, # at most
+    tol: float = 1e-12, # relative change at which it ends
+) -> Tensor: # d × c
     "The coefficients B that minimise ‖Y − XB‖²/2ρ + ‖B‖_*."
     length = float(torch.linalg.matrix_norm(X, 2)**-2)      # of a step on ½‖Y − XB‖²
     B = ahead = X.new_zeros(X.shape[1], Y.shape[1])
@@ -90,16 +94,18 @@ class Certificate(NamedTuple):
     top: float # largest eigenvalue of S: at most 1 where no direction is missing
     excess: float # ½⟨I − S, M⟩
 
-    def gap(self,
-            phi: float, # φ(M)
-           ) -> float:
+    def gap(
+        self,
+        phi: float, # φ(M)
+    ) -> float:
         "An upper bound of φ(M) − min φ."
         return max(self.excess, 0.) + max(self.top - 1., 0.) * phi
 
 # %% ../../nbs/machines/13_linear_kernel.ipynb #60eec553
-def certificate(M: Tensor, # d × d
-                S: Tensor, # d × d, with FACT = M S
-               ) -> Certificate:
+def certificate(
+    M: Tensor, # d × d
+    S: Tensor, # d × d, with FACT = M S
+) -> Certificate:
     "The two conditions of a minimum, as numbers."
     left = M - S @ M
     return Certificate(float(left.norm() / M.norm()), float(eigh(S)[0][-1]),
@@ -126,10 +132,11 @@ class Smoothed(UpdateRule):
         return smoothed_update(fit.M, fit.S, self.start * self.decay**fit.t)
 
 # %% ../../nbs/machines/13_linear_kernel.ipynb #a0f38b54
-def smoothed_update(M: Tensor, # d × d, or a d vector for a diagonal metric
-                    S: Tensor, # d × d, with FACT = M S
-                    floor: float, # ε, beside the root mean square of B
-                   ) -> Tensor:
+def smoothed_update(
+    M: Tensor, # d × d, or a d vector for a diagonal metric
+    S: Tensor, # d × d, with FACT = M S
+    floor: float, # ε, beside the root mean square of B
+) -> Tensor:
     "(MSM + ε²I)^½, the floor in units of MSM's mean eigenvalue."
     if M.ndim == 1:
         a = (M * S.diagonal() * M).clamp(min=0)

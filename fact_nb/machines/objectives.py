@@ -38,10 +38,11 @@ class Inverted(NamedTuple):
     fitted: float # ⟨Y, α⟩
 
 # %% ../../nbs/machines/17_objectives.ipynb #ob0008
-def inverted(K: Tensor, # n × n, upper triangle
-             ridge: float, # ρ
-             Y: Tensor, # n × c targets
-            ) -> Inverted | None: # None: A cannot be factored in this precision
+def inverted(
+    K: Tensor, # n × n, upper triangle
+    ridge: float, # ρ
+    Y: Tensor, # n × c targets
+) -> Inverted | None: # None: A cannot be factored in this precision
     "α, A⁻¹ and the evidence of the targets, from one factor."
     seen = evidence(K, ridge, Y)
     if seen is None: return None
@@ -50,9 +51,10 @@ def inverted(K: Tensor, # n × n, upper triangle
 # %% ../../nbs/machines/17_objectives.ipynb #ob0009
 class MetricCriterion:
     "A function of A = K + ρI that shall be small."
-    def value(self,
-              at: Inverted, # where
-             ) -> float:
+    def value(
+        self,
+        at: Inverted, # where
+    ) -> float:
         "F, a logarithm of an error: scaling the targets adds a constant."
         raise NotImplementedError(f"{type(self).__name__} must define value(at)")
 
@@ -63,8 +65,9 @@ class MetricCriterion:
         raise NotImplementedError(f"{type(self).__name__} must define B(at)")
 
 # %% ../../nbs/machines/17_objectives.ipynb #ob0011
-def log_mean_square(T: Tensor, # n × c
-                   ) -> float:
+def log_mean_square(
+    T: Tensor, # n × c
+) -> float:
     "½ log of the mean square."
     return .5 * math.log(float(T.to(dtype_for(T.device)).square().mean()))
 
@@ -118,9 +121,10 @@ class Course:
     room: tuple[Tensor, Tensor] | None = None # for K and C, used again at every look
     seen: Inverted | None = None # of the last look
 
-    def look(self,
-             M: Tensor, # d × d or d; rescaled to trace d
-            ) -> float: # infinite where A cannot be factored
+    def look(
+        self,
+        M: Tensor, # d × d or d; rescaled to trace d
+    ) -> float: # infinite where A cannot be factored
         "The criterion at a metric."
         n = len(self.X)
         if self.room is None:
@@ -131,9 +135,10 @@ class Course:
         return math.inf if self.seen is None else self.objective.value(self.seen)
 
 # %% ../../nbs/machines/17_objectives.ipynb #ob0023
-def criterion_gradient(c: Course, # after a look at WᵀW
-                       W: Tensor, # d × d or d
-                      ) -> Tensor: # like W
+def criterion_gradient(
+    c: Course, # after a look at WᵀW
+    W: Tensor, # d × d or d
+) -> Tensor: # like W
     "∇F in W, with the trace of the metric held."
     assert c.seen is not None and c.room is not None, "there is no gradient without a fit"
     none = c.X.new_zeros(len(c.X), 1)
@@ -159,12 +164,13 @@ def _next_point(c: Course, way: Way, g: Tensor, value: float) -> tuple[Way | Non
     return None, value
 
 # %% ../../nbs/machines/17_objectives.ipynb #ob0027
-def go_down(c: Course, # what to lower
-            W: Tensor, # d × d or d: where to begin
-            steps: int = 60, # at most
-            fall: float = 1e-4, # of F in a step, over the last ten: less is an end
-            deadline: float = math.inf, # of `perf_counter`: no further step after it
-           ) -> tuple[Tensor, list[float]]: # where it led; the criterion at every point
+def go_down(
+    c: Course, # what to lower
+    W: Tensor, # d × d or d: where to begin
+    steps: int = 60, # at most
+    fall: float = 1e-4, # of F in a step, over the last ten: less is an end
+    deadline: float = math.inf, # of `perf_counter`: no further step after it
+) -> tuple[Tensor, list[float]]: # where it led; the criterion at every point
     "Steps of L-BFGS on the criterion with the trace of the metric held."
     way = Way(W)
     values = [c.look(metric_of(W))]
@@ -183,19 +189,20 @@ def go_down(c: Course, # what to lower
 class Rung(NamedTuple):
     "Where the descent at one ridge has ended."
     W: Tensor # d × d or d
-    ridge: float # ρ, the same all the way down
+    ridge: float # ρ, all the way down
     value: float # the criterion
     evidence: float # F of the evidence
-    unexplained: float # leave-one-out: the share of the targets' mean square
-    steps: int # that were taken
+    unexplained: float # share of the targets, by leave-one-out
+    steps: int # taken
 
 # %% ../../nbs/machines/17_objectives.ipynb #ob0032
-def rung_end(c: Course, # what to lower
-             W: Tensor, # where to begin
-             steps: int, # at most
-             fall: float, # as in `go_down`
-             deadline: float = math.inf, # of `perf_counter`
-            ) -> Rung | None: # None: A cannot be factored
+def rung_end(
+    c: Course, # what to lower
+    W: Tensor, # where to begin
+    steps: int, # at most
+    fall: float, # as in `go_down`
+    deadline: float = math.inf, # of `perf_counter`
+) -> Rung | None: # None: A cannot be factored
     "A descent at one ridge."
     W, values = go_down(c, W, steps, fall, deadline)
     if c.seen is None: return None
@@ -221,20 +228,18 @@ class Ladder(UpdateRule):
         check_number(self.rows, "rows", low=2, whole=True)
         check_number(self.fall, "fall", low=0)
         check_number(self.enough, "enough", low=0)
-        if not self.rungs or list(self.rungs) != sorted(self.rungs, reverse=True):
-            raise ValueError(f"rungs must be falling ridges, at least one, not {self.rungs}")
-        for ridge in self.rungs:
-            check_number(ridge, "a ridge of the ladder", above=0)
+        _check_rungs(self.rungs)
 
     def look(self, fit: "Fit") -> None:
         if fit.problem.w is None: return
         raise ValueError("Ladder does not know sample weights: repeat the rows")
 
-    def climb_down(self,
-                   fit: "Fit", # the one just made
-                   c: Course, # its rows
-                   ridges: Sequence[float], # falling
-                  ) -> list[Rung]: # the ends, the last is the one to keep
+    def climb_down(
+        self,
+        fit: "Fit", # the one just made
+        c: Course, # its rows
+        ridges: Sequence[float], # falling
+    ) -> list[Rung]: # the ends, the last is the one to keep
         "From rung to rung, as long as the evidence improves."
         W, ends = root_of(fit.M), list[Rung]()
         for c.ridge in ridges:
@@ -245,9 +250,10 @@ class Ladder(UpdateRule):
             if end.unexplained < self.enough: break
         return ends
 
-    def ends(self,
-             fit: "Fit", # the one just made
-            ) -> list[Rung]:
+    def ends(
+        self,
+        fit: "Fit", # the one just made
+    ) -> list[Rung]:
         "The rungs of the better way."
         c = course_from(fit, self.objective, self.rows)
         free = fit.problem.free_ridge
@@ -268,17 +274,31 @@ class Ladder(UpdateRule):
     def ridge_for(self, fit: "Fit") -> float | None:
         return fit.memory["ridge"] if fit.problem.free_ridge and fit.memory else None
 
+# %% ../../nbs/machines/17_objectives.ipynb #379ddeb4
+def _check_rungs(rungs: tuple[float, ...]) -> None:
+    "A ladder has rungs, and goes down."
+    if not rungs or [*rungs] != sorted(rungs, reverse=True):
+        raise ValueError(f"rungs must be falling ridges, at least one, not {rungs}")
+    for ridge in rungs:
+        check_number(ridge, "a ridge of the ladder", above=0)
+
+# %% ../../nbs/machines/17_objectives.ipynb #e12ccf9c
+def _some_rows(n: int, most: int, seed: int) -> Tensor:
+    "The numbers of some rows, drawn at random, ascending."
+    drawn = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return drawn[:most].sort().values
+
 # %% ../../nbs/machines/17_objectives.ipynb #ob0035
-def course_from(fit: "Fit", # the one just made
-              objective: MetricCriterion, # what is lowered
-              rows: int, # at most so many, drawn at random
-             ) -> Course:
+def course_from(
+    fit: "Fit", # the one just made
+    objective: MetricCriterion, # what is lowered
+    rows: int, # at most so many, drawn at random
+) -> Course:
     "The rows of a fit that are looked at."
     p, s = fit.problem, fit.settings
     X, Y = centred(p.X, s.kernel.radial), p.Y
     if len(X) > rows:
-        drawn = torch.randperm(len(X), generator=torch.Generator().manual_seed(s.seed))
-        some = drawn[:rows].sort().values.to(X.device)
+        some = _some_rows(len(X), rows, s.seed).to(X.device)
         X, Y = X[some], Y[some]
     if len(X) > 1024:
         X, Y = X.float(), Y.float()

@@ -22,14 +22,15 @@ from ..runtime import exact_products
 
 # %% ../../nbs/machines/14_packed.ipynb #fa32d212
 @exact_products()
-def solve_packed(kernel: Kernel, # with its bandwidth set
-                 X, # n × d points
-                 Y, # n or n × c targets
-                 ridge: float, # ρ = nλ, added to the diagonal
-                 M=None, # metric: None, d, d × d or LowRank
-                 weights: Tensor | None = None, # of the rows, n
-                 out: "Packed | None" = None, # memory of an earlier call, to be used again
-                ) -> Solution:
+def solve_packed(
+    kernel: Kernel, # with its bandwidth set
+    X, # n × d points
+    Y, # n or n × c targets
+    ridge: float, # ρ = nλ, added to the diagonal
+    M=None, # metric: None, d, d × d or LowRank
+    weights: Tensor | None = None, # of the rows, n
+    out: "Packed | None" = None, # memory of an earlier call, to be used again
+) -> Solution:
     "Solve (K(X, X) + ridge·I) α = Y; with weights, (K + ridge·diag(1/w)) α = Y."
     start = time.perf_counter()
     X = as_points(X).detach()
@@ -57,29 +58,32 @@ class Packed:
     @property
     def bounds(self) -> list[tuple[int, int]]: return list(strips(self.n, self.block))
 
-    def strip(self,
-              i: int, # first row of a strip
-              e: int, # one past its last row
-             ) -> Tensor: # (e − i) × e
+    def strip(
+        self,
+        i: int, # first row of a strip
+        e: int, # one past its last row
+    ) -> Tensor: # (e − i) × e
         "The rows i … e up to column e, as a view."
         first = packed_numbers(i, self.block)
         return self.data[first:first + (e - i) * e].view(e - i, e)
 
 # %% ../../nbs/machines/14_packed.ipynb #20ae2e7f
-def packed_numbers(n: int, # rows
-                   block: int = BLOCK, # rows of a strip
-                  ) -> int:
+def packed_numbers(
+    n: int, # rows
+    block: int = BLOCK, # rows of a strip
+) -> int:
     "How many numbers the strips of n rows hold, as @eq-packed-size counts."
     return sum((e - i) * e for i, e in strips(n, block))
 
 # %% ../../nbs/machines/14_packed.ipynb #e80ee798
-def packed_kernel(kernel: Kernel, # with its bandwidth set
-                  X: Tensor, # n × d points
-                  M=None, # metric
-                  u: Tensor | None = None, # n × 1, scales rows and columns
-                  out: Packed | None = None, # memory of an earlier call
-                  block: int = BLOCK, # rows of a strip
-                 ) -> Packed:
+def packed_kernel(
+    kernel: Kernel, # with its bandwidth set
+    X: Tensor, # n × d points
+    M=None, # metric
+    u: Tensor | None = None, # n × 1, scales rows and columns
+    out: Packed | None = None, # memory of an earlier call
+    block: int = BLOCK, # rows of a strip
+) -> Packed:
     "The lower triangle of K(X, X)."
     A = packed_room(X, out, block)
     P = pairs(X, None, M, kernel.radial)
@@ -90,40 +94,44 @@ def packed_kernel(kernel: Kernel, # with its bandwidth set
     return A
 
 # %% ../../nbs/machines/14_packed.ipynb #d57eb8c9
-def packed_room(X: Tensor, # n × d points
-                out: Packed | None = None, # memory of an earlier call
-                block: int = BLOCK, # rows of a strip
-               ) -> Packed:
+def packed_room(
+    X: Tensor, # n × d points
+    out: Packed | None = None, # memory of an earlier call
+    block: int = BLOCK, # rows of a strip
+) -> Packed:
     "Memory for n points: that of an earlier call if it has the size."
     n = len(X)
     kind = lambda t: (t.dtype, t.device)
     if out is not None and out.n == n and kind(out.data) == kind(X): return out
     return Packed(n, X.new_empty(packed_numbers(n, block)), block)
 
+# %% ../../nbs/machines/14_packed.ipynb #69744d24
+def _inverted(L: Tensor) -> Tensor:
+    "L⁻¹ of a lower triangle, for the products with all strips below it."
+    identity = torch.eye(len(L), dtype=L.dtype, device=L.device)
+    return torch.linalg.solve_triangular(L, identity, upper=False)
+
 # %% ../../nbs/machines/14_packed.ipynb #51933213
-def packed_cholesky_(A: Packed, # becomes L
-                     ridge: float, # ρ
-                    ) -> int: # 0, or the first column (from 1) where it is not positive definite
+def packed_cholesky_(
+    A: Packed, # becomes L
+    ridge: float, # ρ
+) -> int: # 0, or the first column (from 1) where it is not positive definite
     "Factor A + ridge·I = L Lᵀ in place."
+    several = A.data.device.type == "cpu" and cores() > 1
     for i, e in A.bounds:
         info = _packed_diagonal_(A, i, e, ridge)
         if info: return i + info
-        L_pp = A.strip(i, e)[:, i:]
-        identity = torch.eye(e - i, dtype=L_pp.dtype, device=L_pp.device)
-        inverse = torch.linalg.solve_triangular(L_pp, identity, upper=False)
-        below = partial(_packed_below_, A, inverse, i, e)
-        several = A.data.device.type == "cpu" and cores() > 1
+        below = partial(_packed_below_, A, _inverted(A.strip(i, e)[:, i:]), i, e)
         for _ in spread(below, strips(A.n, A.block, e), several): pass
     return 0
 
 # %% ../../nbs/machines/14_packed.ipynb #5443a9f2
-def _packed_diagonal_(A: Packed, i: int, e: int, ridge: float) -> int: # as packed_cholesky_
-    "L_pp in place of K_pp, zeros right of its diagonal."
+def _packed_diagonal_(A: Packed, i: int, e: int, ridge: float) -> int:
+    "L_pp for K_pp, zeros right of the diagonal."
     S = A.strip(i, e)
     D = torch.addmm(S[:, i:], S[:, :i], S[:, :i].T, alpha=-1)
     D.diagonal().add_(ridge)
-    L_pp, info = torch.linalg.cholesky_ex(D)
-    S[:, i:] = L_pp
+    S[:, i:], info = torch.linalg.cholesky_ex(D)
     return int(info)
 
 # %% ../../nbs/machines/14_packed.ipynb #5bdb3214
@@ -134,20 +142,31 @@ def _packed_below_(A: Packed, inverse: Tensor, i: int, e: int, rows: tuple[int, 
     torch.mm(T, inverse.T, out=R[:, i:e])
 
 # %% ../../nbs/machines/14_packed.ipynb #c1df096c
-def packed_solve(L: Packed, # from packed_cholesky_
-                 Y: Tensor, # n × c
-                ) -> Tensor: # n × c
+def packed_solve(
+    L: Packed, # from packed_cholesky_
+    Y: Tensor, # n × c
+) -> Tensor: # n × c
     "(L Lᵀ)⁻¹ Y."
     Z = Y.clone()
+    _downwards_(L, Z)
+    _upwards_(L, Z)
+    return Z
+
+# %% ../../nbs/machines/14_packed.ipynb #6410600c
+def _downwards_(L: Packed, Z: Tensor) -> None:
+    "L⁻¹ Z in place of Z."
     for i, e in L.bounds:
         S = L.strip(i, e)
         rest = Z[i:e] - S[:, :i] @ Z[:i]
         Z[i:e] = torch.linalg.solve_triangular(S[:, i:], rest, upper=False)
+
+# %% ../../nbs/machines/14_packed.ipynb #2b92b408
+def _upwards_(L: Packed, Z: Tensor) -> None:
+    "L⁻ᵀ Z in place of Z."
     for i, e in reversed(L.bounds):
         S = L.strip(i, e)
         Z[i:e] = torch.linalg.solve_triangular(S[:, i:].T, Z[i:e].clone(), upper=True)
         Z[:i] -= S[:, :i].T @ Z[i:e]
-    return Z
 
 # %% ../../nbs/machines/14_packed.ipynb #7d75da22
 def _packed_residual(product: KernelProduct, alpha: Tensor, Y: Tensor, ridge: Tensor) -> float:
@@ -161,7 +180,7 @@ def _packed_residual(product: KernelProduct, alpha: Tensor, Y: Tensor, ridge: Te
 
 # %% ../../nbs/machines/14_packed.ipynb #c53d4ba2
 def _not_definite(column: int, A: Packed, ridge: float) -> str:
-    "What to say, and what to do."
-    precision = str(A.data.dtype).removeprefix("torch.")
-    return (f"K + ridge·I is not positive definite at column {column} of {A.n} ({precision}, "
+    "What is wrong."
+    dtype = str(A.data.dtype).removeprefix("torch.")
+    return (f"K + ridge·I is not positive definite at column {column} of {A.n} ({dtype}, "
             f"ridge {ridge:g}): raise the ridge or use float64")

@@ -48,21 +48,21 @@ def one_core_each() -> Iterator[None]:
         torch.set_num_threads(before)
         _cores.reset(token)
 
+# %% ../../nbs/machines/11_threads.ipynb #8b7ae41a
+def _join(together: Barrier) -> None:
+    "What a member of the crew does first: take one core, and wait for the others."
+    torch.get_num_threads()         # the first look sets it: only what follows is kept
+    torch.set_num_threads(1)
+    together.wait()
+
 # %% ../../nbs/machines/11_threads.ipynb #2c4bdfb6
 @lru_cache(maxsize=None)
 def _crew(count: int, process: int) -> ThreadPoolExecutor:
     "`count` threads of this process, each with one core."
-    together = Barrier(count)
-
-    def start() -> None:
-        torch.get_num_threads()         # the first look sets it: only what follows is kept
-        torch.set_num_threads(1)
-        together.wait()
-
-    before = torch.get_num_threads()
+    before, together = torch.get_num_threads(), Barrier(count)
     crew = ThreadPoolExecutor(count, thread_name_prefix="strips")
-    for started in [crew.submit(start) for _ in range(count)]:
-        started.result()
+    for joined in [crew.submit(_join, together) for _ in range(count)]:
+        joined.result()
     torch.set_num_threads(before)
     return crew
 
@@ -70,10 +70,11 @@ def _crew(count: int, process: int) -> ThreadPoolExecutor:
 Strip = TypeVar("Strip")
 Done = TypeVar("Done")
 
-def spread(work: Callable[[Strip], Done], # without gradients; no two items may write to one place
-           items: Iterable[Strip], # what work is called with
-           worth: bool = True, # False: too little work to divide
-          ) -> Iterator[Done]: # in the order of the items
+def spread(
+    work: Callable[[Strip], Done], # without gradients; no two items may write to one place
+    items: Iterable[Strip], # what work is called with
+    worth: bool = True, # False: too little work to divide
+) -> Iterator[Done]: # in the order of the items
     "work(item) for each item, on all cores, each call on one of them."
     todo = list(items)
     count = min(cores(), len(todo))
