@@ -29,7 +29,8 @@ from .direct import sym_matmul
 from .gradients import centred, fact_core
 from .iterative import cg
 from .kernels import ExpPower, Kernel, Laplace, as_points, evaluate_both
-from .kernels import evaluate_pairs, lacks_bandwidth, median_bandwidth, pairs, row_ranges
+from .kernels import evaluate_pairs, lacks_bandwidth, median_bandwidth, pairs
+from .kernels import row_ranges
 from .rfm import RFM, Predictor
 from .selection import ErrorMetric, error_of
 from .solvers import in_gb, memory_limit
