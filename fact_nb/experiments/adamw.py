@@ -39,7 +39,6 @@ ARCHS = ("mlp", "conv", "gpt", "gpt_norm")
 OPTIMIZERS = ("adamw", "lion", "muon")
 LONG = 30. # lr·λ·steps from which training counts as long
 BATCH, BETA2 = 64, .999 # of part length
-USUAL: dict[str, Any] = dict(arch="mlp", tau=LONG, batch=BATCH, beta2=BETA2, schedule="cosine")
 
 # %% ../../nbs/experiments/15_adamw.ipynb #e47a624e
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def digit_rows(cfg: Config, flat: bool) -> AdamwData:
 
 # %% ../../nbs/experiments/15_adamw.ipynb #2cc44072
 def pair_rows(cfg: Config, seed: int) -> AdamwData:
-    "Four fifths of all pairs, with their sums mod p."
+    "Four fifths of all pairs, and their sums."
     pairs, sums = modular_pairs(cfg.p, "+")
     gen, n = torch.Generator().manual_seed(seed), len(pairs)
     rows = torch.randperm(n, generator=gen)[:n * 4 // 5]
@@ -250,6 +249,9 @@ def placed(cfg: Config, arch: str, seed: int, ctx: Context) -> tuple[nn.Module, 
 def steps_of(cfg: Config, arch: str) -> int:
     "How long a network is trained."
     return cfg.gpt_steps if "gpt" in arch else cfg.steps
+
+# %% ../../nbs/experiments/15_adamw.ipynb #f28b3c58
+USUAL: dict[str, Any] = dict(arch="mlp", tau=LONG, batch=BATCH, beta2=BETA2, schedule="cosine")
 
 # %% ../../nbs/experiments/15_adamw.ipynb #f74565d9
 def trained_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:

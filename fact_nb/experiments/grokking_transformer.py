@@ -8,7 +8,7 @@ __all__ = ['COLUMNS', 'experiment', 'off_diagonal_circulant', 'looks_of', 'circu
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #8b0ba126
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -365,6 +365,12 @@ def judge_herald(r: Result) -> Judgement | None:
                  f"test accuracy at most {test.max():.3f}",
                  estimates=(mean_estimate("smallest mean r, shuffled", list(least)),))
 
+# %% ../../nbs/experiments/19_grokking_transformer.ipynb #1356bd65
+def _breaks_words(found: Iterable[Phases]) -> str: # a seed each
+    "Our value of grokking-breaks."
+    said = "; ".join(f"{f.before:.2f} → {f.between:.2f} → {f.end:.2f}" for f in found)
+    return f"mean r before → in the transition → at the end: {said}"
+
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #68ca26f0
 def judge_breaks(r: Result) -> Judgement | None:
     "grokking-breaks."
@@ -374,8 +380,7 @@ def judge_breaks(r: Result) -> Judgement | None:
     found = by_seed(r, "sums", low)
     hits = [f.between >= times * f.before and f.end <= f.before for f in found.values()]
     ratio = [f.between / f.before for f in found.values()]
-    said = "; ".join(f"{f.before:.2f} → {f.between:.2f} → {f.end:.2f}" for f in found.values())
-    return judge(most_of(hits, id), f"mean r before → in the transition → at the end: {said}",
+    return judge(most_of(hits, id), _breaks_words(found.values()),
                  estimates=(mean_estimate("peak over least before", ratio),))
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #df182af8

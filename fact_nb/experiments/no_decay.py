@@ -33,8 +33,7 @@ from ..networks.critical_points import train_to_critical
 from ..networks.models import CharTransformer, mlp
 from ..networks.moving_average import Motion, followed
 from ..networks.quantities import bfact, bnfm, fact, nfm
-from ..networks.training import Batches, Recipe, Training, cross_entropy
-from ..networks.training import full_gradient, train
+from ..networks.training import Batches, Recipe, cross_entropy, full_gradient, train
 from ..networks.weights import Matrix, weight_matrices
 from ..networks.zero_decay import Dual, MeanStep, dual_fact, dual_weights
 from ..networks.zero_decay import min_norm_point, output_jacobian
@@ -173,7 +172,7 @@ class CriticalPoint(NamedTuple):
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #d6f56957
 def ordinary(net: nn.Sequential, X: Tensor, Y: Tensor, lam: float) -> Matrices:
-    "FACT by definition, by layer; λ > 0."
+    "FACT by its definition; λ > 0."
     Ws = weight_matrices(net)[0]
     Gs = torch.autograd.grad(F.mse_loss(net(X), Y), [m.param for m in Ws])
     return {m.name: fact(m.param.detach(), G, lam) for m, G in zip(Ws, Gs)}
@@ -248,15 +247,16 @@ def empty_unit(cfg: Config, unit: dict) -> Output: # unit: seed
     return Output(rows)
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #273908e2
-def _fit_exactly(cfg: Config, net: nn.Sequential, X: Tensor, Y: Tensor) -> Training:
-    "Full-batch descent at λ = 0, until the loss is nothing or the steps are over."
+def _fit_exactly(cfg: Config, net: nn.Sequential, X: Tensor, Y: Tensor) -> dict[str, float]:
+    "Full-batch descent at λ = 0, in place; the loss that is left and the steps it took."
     recipe = Recipe(epochs=cfg.zero_steps, lr=cfg.zero_lr, weight_decay=0., batch_size=cfg.n,
                     schedule="constant", stop="loss", loss_target=1e-10)
-    return train(net, F.mse_loss, X, Y, recipe, progress=False)
+    run = train(net, F.mse_loss, X, Y, recipe, progress=False)
+    return dict(loss=run.final["loss"], steps=run.step)
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #24e5b4c1
 def _what_training_added(start: Tensor, theta: Tensor, J: Tensor) -> dict[str, float]:
-    "Its distance from the span of the outputs' gradients, and how much the weights have grown."
+    "Its distance from the span, and the weights' growth."
     added = theta - start
     return dict(off_change=rel_err(added, dual_weights(J, added)[1]),
                 growth=float(theta.norm() / start.norm()))
@@ -267,11 +267,11 @@ def zero_unit(cfg: Config, unit: dict) -> Output: # unit: scale, seed
     X, Y = regression(cfg.n, unit["seed"])
     net = small_net(cfg.widths, unit["seed"], unit["scale"])
     start = output_jacobian(net, X)[0].clone()
-    run = _fit_exactly(cfg, net, X, Y)
+    ends = _fit_exactly(cfg, net, X, Y)
     theta, J, _ = output_jacobian(net, X)
     D = dual_fact(net, X)
-    found = dict(off=D.off) | _what_training_added(start, theta, J)
-    return Output(_rows_with(found | dict(loss=run.final["loss"], steps=run.step), D.table()))
+    found = dict(off=D.off) | _what_training_added(start, theta, J) | ends
+    return Output(_rows_with(found, D.table()))
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #5ffeccd6
 def digit_data(cfg: Config) -> tuple[Tensor, Tensor]: # images × 64, classes
@@ -281,8 +281,8 @@ def digit_data(cfg: Config) -> tuple[Tensor, Tensor]: # images × 64, classes
     return (X - X.mean()) / X.std(), im.y
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #535da327
-def _motion_recipe(cfg: Config, unit: dict, n: int) -> Recipe: # n images
-    "Descent for a fixed time, at λ = 0."
+def _motion_recipe(cfg: Config, unit: dict, n: int) -> Recipe:
+    "Descent on n images for a fixed time."
     steps = cfg.motion_time / unit["lr"]
     return Recipe(epochs=round(steps / math.ceil(n / 64)), lr=unit["lr"], weight_decay=0.,
                   schedule="constant", seed=unit["seed"])
@@ -307,11 +307,16 @@ def _zen() -> str:
     return codecs.decode(this.s, "rot13")
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #73a647f9
-def text_data() -> tuple[Tensor, Tensor]: # windows × 16 each
-    "Windows of 16 characters of the Zen of Python, and the same moved on by one."
+def _zen_codes() -> Tensor: # 300 numbers
+    "The first characters of the Zen of Python, as numbers."
     text = _zen()
     letters = sorted(set(text))
-    code = torch.tensor([letters.index(c) for c in text[:300]]).unfold(0, 17, 8)
+    return torch.tensor([letters.index(c) for c in text[:300]])
+
+# %% ../../nbs/experiments/12_no_decay.ipynb #0acc3c4d
+def text_data() -> tuple[Tensor, Tensor]: # windows × 16 each
+    "Windows of 16 characters of the Zen of Python, and the same moved on by one."
+    code = _zen_codes().unfold(0, 17, 8)
     return code[:, :-1].contiguous(), code[:, 1:].contiguous()
 
 # %% ../../nbs/experiments/12_no_decay.ipynb #35957e36

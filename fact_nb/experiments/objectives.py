@@ -65,21 +65,25 @@ class Config(Sums):
 
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
-        for check in (_check_sums, _check_counts, _check_signs):
+        for check in (_check_moduli, _check_tasks, _check_counts, _check_signs):
             check(self)
 
 # %% ../../nbs/experiments/18_objectives.ipynb #fdc1ec8a
-def _check_sums(c: Sums) -> None:
-    "Prime moduli, and parts of the pairs."
+def _check_moduli(c: Sums) -> None:
+    "Prime moduli of some size."
     for p in (c.p, c.other_p):
         require(is_prime(p) and p >= 5, f"p and other_p must be primes of at least 5, not {p}")
+
+# %% ../../nbs/experiments/18_objectives.ipynb #adcd278e
+def _check_tasks(c: Config) -> None:
+    "Parts of the pairs, and parities that there are."
     parts = c.fractions + c.other_fractions + c.long_fractions
     require(all(0 < f < 1 for f in parts), "fractions must lie between 0 and 1")
+    require(set(c.parities) <= {2, 3}, "parities must be among 2 and 3")
 
 # %% ../../nbs/experiments/18_objectives.ipynb #16e18360
 def _check_counts(c: Config) -> None:
-    "Parities that there are, and at least one of what is counted."
-    require(set(c.parities) <= {2, 3}, "parities must be among 2 and 3")
+    "At least one of everything that is counted."
     counts = (c.seeds, c.other_seeds, c.long_seeds, c.iters, c.phi_iters, c.n, c.n_test)
     require(min(counts) >= 1, "seeds, iterations and numbers of points must be at least 1")
 

@@ -76,8 +76,8 @@ def with_epochs(known: Networks, epochs: int) -> Networks:
 # %% ../../nbs/experiments/16_relu_kinks.ipynb #rk0021
 def _trained(known: Networks, data: Flat, seed: int, ctx: Context) -> nn.Sequential:
     "A network as SGD leaves it."
-    name = known.datasets[0]
-    net = network(known, name, data.X.shape[1], data.Y.shape[1], seed).to(ctx.device)
+    sizes = data.X.shape[1], data.Y.shape[1]
+    net = network(known, known.datasets[0], *sizes, seed).to(ctx.device)
     train_on(net, data, recipe(known, seed, "cosine"), ctx)
     return net
 

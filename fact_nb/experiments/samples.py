@@ -50,13 +50,18 @@ class Config:
     def check(self) -> None:
         "Raise a UsageError for settings that cannot be run."
         require(set(self.sets) <= set(SETS), f"sets must be among {', '.join(SETS)}")
-        _check_numbers(self)
+        _check_grid(self)
+        _check_sizes(self)
 
 # %% ../../nbs/experiments/21_samples.ipynb #b3091bf4
-def _check_numbers(c: Config) -> None:
-    "Signs and sizes."
+def _check_grid(c: Config) -> None:
+    "Decays, seeds and the part of wrong labels."
     require(min(c.lams) > 0 and c.seeds >= 1, "lams positive, seeds at least 1")
     require(0 < c.flipped < .9, "flipped must lie between 0 and .9")
+
+# %% ../../nbs/experiments/21_samples.ipynb #4f54990f
+def _check_sizes(c: Config) -> None:
+    "Sizes of the network and of what is read."
     require(min(c.width, c.hidden, c.top, c.features) >= 1 and c.epochs >= 0,
             "width, hidden, top and features must be at least 1, epochs not negative")
 
@@ -147,11 +152,11 @@ def search_scores(cfg: Config, net: nn.Module, data: Flat, lam: float) -> dict[s
 
 # %% ../../nbs/experiments/21_samples.ipynb #sm0029
 class FeatureShares(NamedTuple):
-    "The features of the first layer and who made them, a column or a number each."
+    "The features of the first layer and who made them."
     V: Tensor # directions
     eigenvalue: Tensor
     own: Tensor # n × features: the shares of the training samples
-    wrong: Tensor # the part of samples with wrong labels
+    wrong: Tensor # the part of wrong labels
     held: Tensor # the sum over held-out samples
 
 # %% ../../nbs/experiments/21_samples.ipynb #c9b004d6

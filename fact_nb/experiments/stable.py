@@ -410,7 +410,7 @@ def _of_objective(phi: np.ndarray) -> dict[str, Any]: # by iteration
     return dict(first=phi[0], last=phi[-1], rise=largest_rise(phi), blown=blows_up(phi))
 
 # %% ../../nbs/experiments/13_stable.ipynb #2f675261
-def _of_accuracy(g: pd.DataFrame) -> dict[str, float]: # rows of one run
+def _of_accuracy(g: pd.DataFrame) -> dict[str, float]: # of one run
     "The best, the last and the chosen iterate."
     fewest = g.accuracy[g.loo == g.loo.min()]
     return dict(best=g.accuracy.max(), accuracy=g.accuracy.iloc[-1], loo_last=g.loo.iloc[-1],
@@ -424,14 +424,19 @@ def _outcome(g: pd.DataFrame) -> dict[str, Any]: # rows of one run, by iteration
     return _of_objective(g.objective.to_numpy(float)) | defects | _of_accuracy(g) | dict(
         fits=_fits(g), iters=int(g["iter"].max()), finite=bool(np.isfinite(numbers).all()))
 
+# %% ../../nbs/experiments/13_stable.ipynb #4c9f35bb
+def _task_rows(r: Result) -> pd.DataFrame:
+    "Rows of the tasks by iteration, without tables and runs to the end."
+    d = placed(r)
+    return d[~d.task.isin(["table", "arrive"])].sort_values("iter")
+
 # %% ../../nbs/experiments/13_stable.ipynb #b049d82d
 @once_per_result
 def outcomes(r: Result) -> pd.DataFrame: # one row a run and update
     "What happened in each run."
-    d = placed(r)
-    rows = d[~d.task.isin(["table", "arrive"])].sort_values("iter")
     names = [*RUN, "update"]
-    return pd.DataFrame([dict(zip(names, key)) | _outcome(g) for key, g in rows.groupby(names)])
+    runs = _task_rows(r).groupby(names)
+    return pd.DataFrame([dict(zip(names, key)) | _outcome(g) for key, g in runs])
 
 # %% ../../nbs/experiments/13_stable.ipynb #d25f86f0
 def _blown(s: pd.DataFrame) -> str: # of `outcomes`
