@@ -7,44 +7,68 @@ __all__ = ['COLOURS', 'MARKERS', 'DASHES', 'WIDTH', 'style', 'look', 'heatmaps',
 
 # %% ../nbs/04_figures.ipynb #54e7e2f5
 import io
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, Iterator, Mapping
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, Tick
 from matplotlib.backends.backend_mixed import MixedModeRenderer
 from matplotlib.backends.backend_svg import FigureCanvasSVG, RendererSVG
 from matplotlib.figure import Figure as MplFigure
-from matplotlib.font_manager import FontProperties
+from matplotlib.font_manager import FontProperties, fontManager, get_font
+from matplotlib.ft2font import FT2Font
 from matplotlib.mathtext import MathTextParser
+from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 from matplotlib.transforms import Bbox
 
 # %% ../nbs/04_figures.ipynb #71e263eb
-_KINDS = ("FACT", "AGOP", "eNFA", "NFM", "sqrt", "other")
-COLOURS = dict(zip(_KINDS, sns.color_palette("colorblind", 6).as_hex()))
+_PALETTE = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc",
+            "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9")
+COLOURS = dict(zip(("FACT", "AGOP", "eNFA", "NFM", "sqrt", "other"), _PALETTE))
 MARKERS = dict(FACT="o", AGOP="s", eNFA="^", NFM="D", sqrt="v", other="x")
 DASHES = dict(FACT="-", AGOP="--", eNFA=":", NFM="-.",
               sqrt=(0, (5, 1, 1, 1)), other=(0, (1, 3)))
 WIDTH = 7.0 # inches: every figure has this width
 
 # %% ../nbs/04_figures.ipynb #ceb56aed
-_RC = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": .3,
-       "figure.constrained_layout.use": True, "figure.facecolor": "none", "axes.facecolor": "none",
-       "svg.fonttype": "path", "mathtext.fontset": "cm"}
+_TEXT = 12 * .85 # points; ticks and legends are one point of seaborn's smaller
+_SIZES = dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize",
+                        "legend.title_fontsize"), _TEXT)
+_SIZES |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 11 * .85)
+
+# %% ../nbs/04_figures.ipynb #b0c29978
+_INK = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color",
+                      "ytick.color"), ".15")
+_INK |= {"grid.color": ".8", "patch.edgecolor": "w", "patch.force_edgecolor": True,
+         "axes.prop_cycle": mpl.cycler("color", _PALETTE)}
+
+# %% ../nbs/04_figures.ipynb #8ca47b28
+_LINES = {"axes.linewidth": 1.25, "grid.linewidth": 1., "grid.linestyle": "-",
+          "lines.linewidth": 1.5, "lines.markersize": 6., "lines.solid_capstyle": "round",
+          "patch.linewidth": 1., "axes.axisbelow": True}
+_TICKS = {f"{axis}tick.{key}": value for axis in "xy" for key, value in (
+    ("major.width", 1.25), ("minor.width", 1.), ("major.size", 6.), ("minor.size", 4.),
+    ("direction", "out"))}
+_SIDES = {"xtick.bottom": True, "xtick.top": False, "ytick.left": True, "ytick.right": False,
+          "axes.spines.left": True, "axes.spines.bottom": True}
+
+# %% ../nbs/04_figures.ipynb #f06526d0
+_FONT = {"font.family": ["sans-serif"], "font.sans-serif": [
+    "Arial", "DejaVu Sans", "Liberation Sans", "Bitstream Vera Sans", "sans-serif"]}
+_OURS = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+         "grid.alpha": .3, "figure.constrained_layout.use": True, "figure.facecolor": "none",
+         "axes.facecolor": "none", "svg.fonttype": "path", "mathtext.fontset": "cm"}
 
 # %% ../nbs/04_figures.ipynb #8ffdb37f
 @contextmanager
 def style() -> Iterator[None]:
     "The theme of every figure, inside a with block; nothing leaks out."
-    with mpl.rc_context():
-        sns.set_theme(context="notebook", style="ticks", palette="colorblind", font_scale=.85,
-                      rc=_RC)
+    with mpl.rc_context(_SIZES | _INK | _LINES | _TICKS | _SIDES | _FONT | _OURS):
         try:
             yield
         finally:
@@ -87,6 +111,20 @@ def _write_entries(ax: Axes, scaled: np.ndarray) -> None: # entries in [-1, 1]
         colour = "white" if abs(v) > .6 else "black"
         ax.text(j, i, _entry(v), ha="center", va="center", fontsize=7, color=colour)
 
+# %% ../nbs/04_figures.ipynb #917b3959
+@contextmanager
+def _changed(thing: Any, **new: Any) -> Iterator[None]:
+    "Attributes of one object that differ for a while."
+    mine = vars(thing)
+    was = {name: mine[name] for name in new if name in mine}
+    mine.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            del mine[name]
+        mine.update(was)
+
 # %% ../nbs/04_figures.ipynb #fg000002
 class _Formulas(MathTextParser):
     "A parser of formulas that keeps what it has parsed."
@@ -100,13 +138,42 @@ class _Formulas(MathTextParser):
         return super().parse(s, dpi, prop, antialiased=smooth)
 
 # %% ../nbs/04_figures.ipynb #fg000003
-_TEXTS = TextToPath()
+@lru_cache(4096)
+def _glyphs(font: FT2Font, s: str) -> tuple[list, dict, list]:
+    "The glyphs of a text, where each stands, and their outlines by name."
+    return TextToPath().get_glyphs_with_font(font, s)
+
+# %% ../nbs/04_figures.ipynb #2f845fc2
+class _Texts(TextToPath):
+    "matplotlib's outlines of texts; each text is laid out once."
+    def get_glyphs_with_font(self, font: FT2Font, s: str, glyph_map: Any = None,
+                             return_new_glyphs_only: bool = False, **how: Any) -> Any:
+        "Where the glyphs of a text stand, the outlines that `glyph_map` has not yet, no lines."
+        if any(how.values()) or not return_new_glyphs_only:
+            return super().get_glyphs_with_font(font, s, glyph_map, return_new_glyphs_only, **how)
+        placed, outlines, lines = _glyphs(font, s)
+        return placed, {k: v for k, v in outlines.items() if k not in (glyph_map or {})}, lines
+
+# %% ../nbs/04_figures.ipynb #a71edc05
+_TEXTS = _Texts()
 _TEXTS.mathtext_parser = _Formulas("path")
 
 @lru_cache(4096)
 def _size(s: str, prop: FontProperties, ismath: Any) -> tuple[float, float, float]:
     "Width, height and descent of a text."
     return _TEXTS.get_text_width_height_descent(s, prop, ismath)
+
+# %% ../nbs/04_figures.ipynb #20094649
+@lru_cache(256)
+def _heights(prop: FontProperties) -> tuple[Any, Any, Any]:
+    "Ascent, descent and line gap of a font in points; None where its tables do not tell."
+    font = get_font(fontManager._find_fonts_by_props(prop))
+    head, of_lines = font.get_sfnt_table("head"), font.get_sfnt_table("OS/2")
+    if head is None or of_lines is None: return None, None, None
+    scale = 1 / head["unitsPerEm"] * prop.get_size_in_points()
+    keys = ("sTypoAscender", "sTypoDescender", "sTypoLineGap")
+    above, below, gap = (of_lines[key] * scale for key in keys)
+    return above, -below, gap
 
 # %% ../nbs/04_figures.ipynb #fg000004
 class _Svg(RendererSVG):
@@ -119,6 +186,16 @@ class _Svg(RendererSVG):
                                      ) -> tuple[float, float, float]:
         "Width, height and descent of a text."
         return _size(s, prop.copy(), ismath)        # a copy: its hash changes with it
+
+    def _get_font_height_metrics(self, prop: FontProperties) -> tuple[Any, Any, Any]:
+        return _heights(prop.copy())
+
+    def draw_markers(self, gc: Any, marker_path: Any, marker_trans: Any, path: Any, trans: Any,
+                     rgbFace: Any = None) -> None:
+        "Markers, whose style is worked out once and not for each of them."
+        style = self._get_style(gc, rgbFace)
+        with _changed(self, _get_style=lambda *_: style):
+            super().draw_markers(gc, marker_path, marker_trans, path, trans, rgbFace)
 
 # %% ../nbs/04_figures.ipynb #fg000006
 class _MeasuredOnce:
@@ -146,14 +223,10 @@ def _lay_out(fig: MplFigure) -> None:
     "Let the figure's layout engine place its axes."
     engine = fig.get_layout_engine()
     if engine is None or not fig.axes: return
-    once = [ax for ax in fig.axes if _may_stretch(ax)]
-    for ax in once:
-        setattr(ax, "get_tightbbox", _MeasuredOnce(ax))
-    try:
+    with ExitStack() as stack:
+        for ax in filter(_may_stretch, fig.axes):
+            stack.enter_context(_changed(ax, get_tightbbox=_MeasuredOnce(ax)))
         engine.execute(fig)
-    finally:
-        for ax in once:
-            delattr(ax, "get_tightbbox")
 
 # %% ../nbs/04_figures.ipynb #fg000017
 class _WhileStill:
@@ -171,18 +244,64 @@ class _WhileStill:
 # %% ../nbs/04_figures.ipynb #fg000018
 _ASKED_OFTEN = ("_update_ticks", "_get_ticklabel_bboxes")
 
+def _remembered(axis: Axis) -> dict[str, Any]:
+    "Methods of an axis that remember their answers, by name."
+    return {name: _WhileStill(axis, name) for name in _ASKED_OFTEN if hasattr(axis, name)}
+
+# %% ../nbs/04_figures.ipynb #3e6d77fa
+class _StampLabel:
+    "A label of a tick that stands for many."
+    def __init__(self, stamp: "_Stamp", label: Text) -> None:
+        self.stamp, self.label = stamp, label
+        self.get_visible, self.get_in_layout = label.get_visible, label.get_in_layout
+
+    def set_text(self, text: str) -> None: self.stamp.text = text
+
+    def get_window_extent(self, renderer: Any) -> Bbox:
+        "The box around the label, where the stamp is."
+        self.stamp.press()
+        return self.label.get_window_extent(renderer)
+
+# %% ../nbs/04_figures.ipynb #e0294e03
+class _Stamp:
+    "One of many like ticks: a place and a text; all else is the tick that it is drawn with."
+    def __init__(self, tick: Tick) -> None:
+        self.tick, self.loc, self.text = tick, 0., ""
+        self.label1, self.label2 = (_StampLabel(self, t) for t in (tick.label1, tick.label2))
+
+    def __getattr__(self, name: str) -> Any: return getattr(self.tick, name)
+
+    def update_position(self, loc: float) -> None: self.loc = loc
+
+    def get_loc(self) -> float: return self.loc
+
+    def press(self) -> None:
+        "Bring the tick to this place."
+        self.tick.update_position(self.loc)
+        self.tick.label1.set_text(self.text)
+        self.tick.label2.set_text(self.text)
+
+    def draw(self, renderer: Any) -> None:
+        "Draw the tick at this place."
+        self.press()
+        self.tick.draw(renderer)
+
+# %% ../nbs/04_figures.ipynb #709f2c96
+def _stamps(axis: Axis) -> dict[str, Any]:
+    "What an axis needs to have stamps for ticks; nothing where single ticks were changed."
+    if len(axis.majorTicks) != 1 or len(axis.minorTicks) != 1: return {}
+    models = {True: axis.majorTicks[0], False: axis.minorTicks[0]}
+    return dict(majorTicks=[_Stamp(models[True])], minorTicks=[_Stamp(models[False])],
+                _get_tick=lambda major: _Stamp(models[major]), _copy_tick_props=lambda *_: None)
+
+# %% ../nbs/04_figures.ipynb #513e394d
 @contextmanager
-def _remembering(fig: MplFigure) -> Iterator[None]:
-    "Let every axis remember its ticks, for one drawing with one renderer."
-    asked = [(axis, name) for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)
-             for name in _ASKED_OFTEN if hasattr(axis, name)]
-    for axis, name in asked:
-        setattr(axis, name, _WhileStill(axis, name))
-    try:
+def _quick_axes(fig: MplFigure) -> Iterator[None]:
+    "Let the axes of a figure do no work twice, for one drawing with one renderer."
+    with ExitStack() as stack:
+        for axis in [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]:
+            stack.enter_context(_changed(axis, **_remembered(axis), **_stamps(axis)))
         yield
-    finally:
-        for axis, name in asked:
-            delattr(axis, name)
 
 # %% ../nbs/04_figures.ipynb #fg000010
 class _Canvas(FigureCanvasSVG):
@@ -215,7 +334,7 @@ def to_svg(fig: MplFigure) -> bytes:
     "A figure as SVG, the same bytes each time it is drawn."
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "fact_nb", "svg.fonttype": "path"}):
-        with _on_canvas(fig, out) as canvas, _remembering(fig):
+        with _on_canvas(fig, out) as canvas, _quick_axes(fig):
             _lay_out(fig)
             fig.set_layout_engine("none")           # it is done
             fig.draw(canvas.get_renderer())

@@ -20,7 +20,6 @@ from typing import Callable
 import numpy as np
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from .cache import Located, at_hand, cache_dir, checked, dataset, extracted
@@ -96,6 +95,7 @@ def _draw(items: Tensor, n: int, g: torch.Generator) -> Tensor:
 # %% ../../nbs/data/02_images.ipynb #ff2a0e6e
 def _all_digits() -> tuple[Tensor, Tensor]: # 1797 × 1 × 8 × 8 bytes, 1797 labels
     "The images of scikit-learn in our form."
+    from sklearn.datasets import load_digits
     raw = load_digits()
     X = torch.from_numpy(raw.images).to(torch.uint8)[:, None]
     return X, torch.from_numpy(raw.target).long()

@@ -9,14 +9,13 @@ __all__ = ['META', 'MISSING', 'STAND_INS', 'Meta', 'datasets', 'read_header', 'r
 # %% ../../nbs/data/03_uci.ipynb #a30bf248
 import difflib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from sklearn import datasets as sk
-from sklearn.model_selection import StratifiedShuffleSplit
 from torch import Tensor
 
 from .cache import Located, at_hand, cache_dir, checked, extracted
@@ -396,12 +395,18 @@ def load(
     return Table(name, a["X"], a["y"], META[name].c, a["train"], a["validation"], folds)
 
 # %% ../../nbs/data/03_uci.ipynb #d0abad70
-STAND_INS = dict(iris=sk.load_iris, wine=sk.load_wine, breast_cancer=sk.load_breast_cancer,
-                 digits=sk.load_digits)
+def _of_sklearn(name: str, **how: Any) -> Any:
+    "One of scikit-learn's own tables; only then is scikit-learn imported."
+    from sklearn import datasets
+    return getattr(datasets, f"load_{name}")(**how)
+
+STAND_INS = {name: partial(_of_sklearn, name)
+             for name in ("iris", "wine", "breast_cancer", "digits")}
 
 # %% ../../nbs/data/03_uci.ipynb #9ad834a3
 def _splits(X: np.ndarray, y: np.ndarray, k: int, share: float, seed: int) -> list[Rows]:
     "k random splits by class; `share` is held out."
+    from sklearn.model_selection import StratifiedShuffleSplit
     drawn = StratifiedShuffleSplit(k, test_size=share, random_state=seed).split(X, y)
     return [(torch.from_numpy(a), torch.from_numpy(b)) for a, b in drawn]
 

@@ -37,7 +37,7 @@ from ..lab.experiment import require
 from ..lab.marks import resting_on
 from ..lab.statistics import share_estimate
 from ..lab.needs import Work, fit_work
-from ..lab.store import Result, StoredUnit
+from ..lab.store import Result, StoredUnit, once_per_result
 from ..machines.gradients import agop_core, kernel_fact
 from ..machines.rfm import RFM, Fit
 from ..machines.updates import UpdateRule, nfa_update
@@ -623,6 +623,7 @@ def outcome(run: pd.DataFrame, iters: int) -> pd.Series: # as in `has_settled`
                           best=run.test_acc.max(), final=run.test_acc.iloc[-1]))
 
 # %% ../../nbs/experiments/07_grokking.ipynb #074e1400
+@once_per_result
 def settling(r: Result) -> pd.DataFrame: # index (method, fraction, seed)
     "The outcome of each run of the comparison."
     d = _addition(r, "quadratic")

@@ -26,7 +26,6 @@ from ..lab.marks import resting_on
 from ..lab.needs import Work, fit_work
 from ..lab.statistics import gain_estimate, mean_estimate, versus
 from ..lab.store import Result
-from ..machines.estimators import RFMClassifier
 from ..machines.kernels import Gaussian, Kernel, Quadratic
 from ..machines.objectives import Gcv, Ladder, LogEvidence, MetricCriterion, Press
 from ..machines.rfm import RFM
@@ -231,6 +230,7 @@ MODELS: dict[str, dict[str, Any]] = dict(
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0032
 def _fold_accuracy(T: Table, settings: dict[str, Any]) -> float:
     "Mean accuracy over the folds of a classifier with these settings."
+    from fact_nb.machines.estimators import RFMClassifier
     hits = []
     for train, test in T.folds:
         model = RFMClassifier(**settings).fit(T.X[train].numpy(), T.y[train].numpy())

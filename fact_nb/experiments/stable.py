@@ -400,9 +400,10 @@ def largest_rise(phi: np.ndarray) -> float: # −1 for a single value
     return float(np.max(phi[1:] / phi[:-1] - 1, initial=-1))
 
 # %% ../../nbs/experiments/13_stable.ipynb #b61295d5
-def _fits(g: pd.DataFrame) -> int: # rows of one run
+def _fits(trials: np.ndarray) -> int: # by iteration
     "Fits of a run: one, and the trials of every step; one an iterate where nothing is tried."
-    return int(g.trials.sum()) + 1 if g.trials.any() else len(g)
+    tried = np.nansum(trials)
+    return int(tried) + 1 if tried else len(trials)
 
 # %% ../../nbs/experiments/13_stable.ipynb #7dc6e4ad
 def _of_objective(phi: np.ndarray) -> dict[str, Any]: # by iteration
@@ -410,19 +411,20 @@ def _of_objective(phi: np.ndarray) -> dict[str, Any]: # by iteration
     return dict(first=phi[0], last=phi[-1], rise=largest_rise(phi), blown=blows_up(phi))
 
 # %% ../../nbs/experiments/13_stable.ipynb #2f675261
-def _of_accuracy(g: pd.DataFrame) -> dict[str, float]: # of one run
+def _of_accuracy(accuracy: np.ndarray, loo: np.ndarray) -> dict[str, float]: # by iteration
     "The best, the last and the chosen iterate."
-    fewest = g.accuracy[g.loo == g.loo.min()]
-    return dict(best=g.accuracy.max(), accuracy=g.accuracy.iloc[-1], loo_last=g.loo.iloc[-1],
-                chosen=middle(fewest.tolist()))
+    fewest = accuracy[loo == np.fmin.reduce(loo)].tolist()
+    return dict(best=np.fmax.reduce(accuracy), accuracy=accuracy[-1], loo_last=loo[-1],
+                chosen=middle(fewest))
 
 # %% ../../nbs/experiments/13_stable.ipynb #6e80f817
 def _outcome(g: pd.DataFrame) -> dict[str, Any]: # rows of one run, by iteration
     "What happened in one run."
-    numbers = g[["objective", "trace", "defect", "accuracy"]].to_numpy(float)
-    defects = dict(defect_first=g.defect.iloc[0], defect_last=g.defect.iloc[-1])
-    return _of_objective(g.objective.to_numpy(float)) | defects | _of_accuracy(g) | dict(
-        fits=_fits(g), iters=int(g["iter"].max()), finite=bool(np.isfinite(numbers).all()))
+    read = ["objective", "trace", "defect", "accuracy", "loo", "trials", "iter"]
+    phi, trace, defect, accuracy, loo, trials, steps = columns = g[read].to_numpy(float).T
+    defects = dict(defect_first=defect[0], defect_last=defect[-1])
+    return _of_objective(phi) | defects | _of_accuracy(accuracy, loo) | dict(
+        fits=_fits(trials), iters=int(steps.max()), finite=bool(np.isfinite(columns[:4]).all()))
 
 # %% ../../nbs/experiments/13_stable.ipynb #4c9f35bb
 def _task_rows(r: Result) -> pd.DataFrame:

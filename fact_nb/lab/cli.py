@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, NamedTuple, 
 import fact_nb
 from .claims import LEDGER
 from .experiment import Experiment, UsageError, catalogue, collector_off, find
-from .experiment import module_of, registry, require
+from .experiment import module_of, no_last_collection, registry, require
 from .needs import Need, Rates, in_time, in_words
 from .store import Result, Store, name_of_device, ready, repository_results, results_dir
 from .workers import UnitLog, Workers, WorkPlan, carry_out, device_for, is_memory_error
@@ -271,6 +271,7 @@ def _check_page(out: str) -> None:
 @collector_off()
 def cmd_report(args: Namespace) -> None:
     "Print the scorecard and write the report."
+    no_last_collection()
     check_results(args.results)
     if not args.json:
         _check_page(args.out)

@@ -6,10 +6,11 @@
 __all__ = ['LARGEST', 'LONGEST', 'BOUNDS', 'ROWS', 'PAIRS', 'HOLDS', 'CHANGED', 'DIFFERS', 'TOO_SMALL', 'NOT_RUN', 'UsageError',
            'require', 'override', 'replace', 'check_sizes', 'least_memory', 'check_memory', 'in_grid', 'settings',
            'Output', 'Context', 'Estimate', 'Judgement', 'judge', 'Figure', 'Experiment', 'label_of', 'catalogue',
-           'collector_off', 'registry', 'module_of', 'find']
+           'collector_off', 'no_last_collection', 'registry', 'module_of', 'find']
 
 # %% ../../nbs/lab/00_experiment.ipynb #a568a41d
 import ast
+import atexit
 import dataclasses
 import gc
 import importlib
@@ -324,12 +325,12 @@ def label_of(exp: Experiment, # which
 # %% ../../nbs/lab/00_experiment.ipynb #03c97d46
 def _declared(source: str) -> tuple[str, str] | None: # name, title
     "What the source of a module says about its experiment."
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call): continue
-        if [getattr(t, "id", None) for t in node.targets] != ["experiment"]: continue
-        name, title = (ast.literal_eval(a) for a in node.value.args[:2])
-        return name, title
-    return None
+    at = re.search(r"^experiment\s*=", source, re.M)
+    if at is None: return None
+    node = ast.parse(source[at.start():]).body[0]
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call): return None
+    name, title = (ast.literal_eval(a) for a in node.value.args[:2])
+    return name, title
 
 # %% ../../nbs/lab/00_experiment.ipynb #6e306fa9
 def _source_of(module: str) -> str:
@@ -367,6 +368,11 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+# %% ../../nbs/lab/00_experiment.ipynb #6a6ee2de
+def no_last_collection() -> None:
+    "Let this process end without a search for unused objects."
+    atexit.register(gc.freeze)
 
 # %% ../../nbs/lab/00_experiment.ipynb #f6576a72
 def registry() -> dict[str, Experiment]:

@@ -7,6 +7,7 @@ __all__ = ['TIE', 'Interval', 'interval', 'Versus', 'versus', 'friedman', 'mean_
 
 # %% ../../nbs/lab/11_statistics.ipynb #dd16e306
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Sequence
 
 import numpy as np
@@ -23,10 +24,10 @@ class Interval(NamedTuple):
     high: float # upper end
 
 # %% ../../nbs/lab/11_statistics.ipynb #ec83407a
-def _drawn_means(diff: np.ndarray, draws: int) -> np.ndarray:
-    "The mean of each draw of the tables."
-    rng = np.random.default_rng(0)
-    return diff[rng.integers(len(diff), size=(draws, len(diff)))].mean(1)
+@lru_cache(8)
+def _drawn(n: int, draws: int) -> np.ndarray:
+    "Which tables are drawn, a row a draw; always the same ones."
+    return np.random.default_rng(0).integers(n, size=(draws, n))
 
 # %% ../../nbs/lab/11_statistics.ipynb #02c63394
 def interval(
@@ -36,8 +37,8 @@ def interval(
 ) -> Interval:
     "Mean of paired differences with its bootstrap interval over tables."
     diff = np.asarray(diff)
-    ends = [(1 - level) / 2, (1 + level) / 2]
-    low, high = np.quantile(_drawn_means(diff, draws), ends)
+    means = diff[_drawn(len(diff), draws)].mean(1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(np.mean(diff)), float(low), float(high))
 
 # %% ../../nbs/lab/11_statistics.ipynb #406dce75
