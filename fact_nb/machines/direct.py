@@ -19,7 +19,8 @@ import torch
 from scipy.linalg import lapack
 from torch import Tensor
 
-from ..arguments import check_number, unframed
+from ..arguments import check_number
+from .kernels import as_numbers
 from .threads import cores, one_core_each, spread
 from ..runtime import dtype_for, exact_products, has_float64
 
@@ -40,46 +41,55 @@ class Solution:
     details: dict = field(default_factory=dict) # what else an iterative method counted
 
 # %% ../../nbs/machines/05_direct.ipynb #f72afbaf
-def solve(K: Tensor, # n × n; its upper triangle is read
-          Y: Tensor, # n or n × c
-          ridge: float, # ρ = nλ, added to the diagonal
-          method: str = "auto", # "auto", "cholesky" or "eigh"
-          refine: bool = False, # factor in float32, refine to float64
-          overwrite: bool = True, # K may be overwritten below its diagonal, and only there
-         ) -> "Solution":
+def solve(
+    K: Tensor, # n × n; its upper triangle is read
+    Y: Tensor, # n or n × c
+    ridge: float, # ρ = nλ, added to the diagonal
+    method: str = "auto", # "auto", "cholesky" or "eigh"
+    refine: bool = False, # factor in float32, refine to float64
+    overwrite: bool = True, # K may be overwritten below its diagonal, and only there
+) -> "Solution":
     "Solve (K + ridge·I) α = Y."
     return solve_grid(K, Y, [ridge], method, refine, overwrite)[0]
 
 # %% ../../nbs/machines/05_direct.ipynb #09ddf68e
 @exact_products()
-def solve_grid(K: Tensor, # n × n; its upper triangle is read
-               Y: Tensor, # n or n × c
-               ridges: Iterable[float], # several values of ρ = nλ
-               method: str = "auto", # as in solve
-               refine: bool = False, # as in solve
-               overwrite: bool = True, # as in solve
-              ) -> list[Solution]: # in the order of ridges
+def solve_grid(
+    K: Tensor, # n × n; its upper triangle is read
+    Y: Tensor, # n or n × c
+    ridges: Iterable[float], # several values of ρ = nλ
+    method: str = "auto", # as in solve
+    refine: bool = False, # as in solve
+    overwrite: bool = True, # as in solve
+) -> list[Solution]: # in the order of ridges
     "Solve for several ridges with one matrix and one n × n workspace."
     if method not in ("auto", "cholesky", "eigh"):
         raise ValueError(f'method must be "auto", "cholesky" or "eigh", not {method!r}')
     K = check_matrix(K)
     Y, ridges, flat = check_system(Y, ridges, K.shape[0], K)
-    A = K.detach() if overwrite else K.detach().clone()
-    S = _System(A, A.diagonal().clone(), Y, method, refine)
-    if not torch.isfinite(S.diag).all(): raise ValueError("K contains nan or inf")
-    found = _by_eigh(S, set(ridges)) if method == "eigh" else _by_factors(S, set(ridges))
-    A.diagonal().copy_(S.diag)  # the upper triangle is K again
+    found = _solutions(K.detach() if overwrite else K.detach().clone(), Y, ridges, method, refine)
     if flat:
         for s in found.values():
             s.alpha = s.alpha[:, 0]
     return [found[r] for r in ridges]
 
+# %% ../../nbs/machines/05_direct.ipynb #1b4cd36c
+def _solutions(A: Tensor, Y: Tensor, ridges: list[float], method: str,
+               refine: bool) -> dict[float, Solution]:
+    "The solution of each ridge; A is the workspace."
+    S = _System(A, A.diagonal().clone(), Y, method, refine)
+    if not torch.isfinite(S.diag).all(): raise ValueError("K contains nan or inf")
+    found = _by_eigh(S, set(ridges)) if method == "eigh" else _by_factors(S, set(ridges))
+    A.diagonal().copy_(S.diag)
+    return found
+
 # %% ../../nbs/machines/05_direct.ipynb #4605b6f5
-def check_system(Y, # n or n × c: tensor, array or nested list
-                 ridges: Iterable[float], # at least one
-                 n: int, # rows that Y must have
-                 like: Tensor, # gives dtype and device
-                ) -> tuple[Tensor, list[float], bool]: # Y as n × c, ridges, was Y a vector?
+def check_system(
+    Y, # n or n × c: tensor, array or nested list
+    ridges: Iterable[float], # at least one
+    n: int, # rows that Y must have
+    like: Tensor, # gives dtype and device
+) -> tuple[Tensor, list[float], bool]: # Y as n × c, ridges, was Y a vector?
     "Targets as a finite n × c tensor and ridges as non-negative floats, or an error."
     Y = _check_targets(Y, n, like)
     flat = Y.ndim == 1
@@ -88,10 +98,7 @@ def check_system(Y, # n or n × c: tensor, array or nested list
 # %% ../../nbs/machines/05_direct.ipynb #289fa600
 def _check_targets(Y, n: int, like: Tensor) -> Tensor: # n or n × c
     "Finite targets for n points, or an error."
-    try:
-        Y = torch.as_tensor(unframed(Y))
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError("Y must hold numbers only: encode class labels first") from None
+    Y = as_numbers(Y, "Y must hold numbers only: encode class labels first")
     if Y.is_complex(): raise TypeError("Y is complex: solvers here are real")
     if Y.ndim not in (1, 2) or Y.shape[0] != n:
         raise ValueError(f"Y has shape {tuple(Y.shape)}, needed is {n} rows (n or n × c)")
@@ -107,11 +114,11 @@ def _check_ridges(ridges: Iterable[float]) -> list[float]:
     return checked
 
 # %% ../../nbs/machines/05_direct.ipynb #72b53016
-def check_matrix(K, # n × n: tensor or array
-                ) -> Tensor: # n × n
+def check_matrix(
+    K, # n × n: tensor or array
+) -> Tensor: # n × n
     "A square floating-point matrix, or an error. Only the upper triangle will be read."
-    if not isinstance(K, Tensor):
-        K = torch.as_tensor(K)
+    K = K if isinstance(K, Tensor) else torch.as_tensor(K)
     if K.ndim != 2 or K.shape[0] != K.shape[1] or K.shape[0] == 0:
         raise ValueError(f"K must be square and not empty, this has shape {tuple(K.shape)}")
     if not K.is_floating_point(): raise TypeError(f"K must be floating point, this is {K.dtype}")
@@ -128,22 +135,18 @@ class _System:
     refine: bool # factor in float32
 
 # %% ../../nbs/machines/05_direct.ipynb #bdb524db
-def strips(n: int, # rows
-           width: int, # of a strip; the last may be narrower
-           start: int = 0, # first row
-          ) -> Iterator[tuple[int, int]]: # first row of each strip, and one past its last
+def strips(
+    n: int, # rows
+    width: int, # of a strip, or less at the end
+    start: int = 0, # first row
+) -> Iterator[tuple[int, int]]: # its first row, and one past its last
     "The rows from `start` to n, strip by strip."
     for i in range(start, n, width):
         yield i, min(i + width, n)
 
 # %% ../../nbs/machines/05_direct.ipynb #299f7a41
-def _panel(A: Tensor, # n × n, columns before j done
-           diag: Tensor, # the diagonal of K, n
-           ridge: float,
-           j: int, # first column of the panel
-           e: int, # one past its last
-          ) -> tuple[Tensor, int]: # L_pp, and 0 or the column of it (from 1) that failed
-    "L_pp from K_pp + ridge·I − L_p· L_p·ᵀ."
+def _panel(A: Tensor, diag: Tensor, ridge: float, j: int, e: int) -> tuple[Tensor, int]:
+    "L_pp of columns j:e, and 0 or the column of it (from 1) that failed."
     L_p = A[j:e, :j]
     D = A[j:e, j:e].clone()  # its upper triangle is K_pp
     D.diagonal().copy_(diag[j:e] + ridge)
@@ -153,18 +156,18 @@ def _panel(A: Tensor, # n × n, columns before j done
     return L_pp, int(info)
 
 # %% ../../nbs/machines/05_direct.ipynb #2c1caae4
-def _below_(A: Tensor, # n × n, columns before j done; receives L_rp
-            L_pp: Tensor, # block on the diagonal
-            j: int, # first column of the panel
-            e: int, # one past its last
-           ) -> None:
-    "Write L_rp below the panel, a block of rows at a time."
-    n = A.shape[0]
-    identity = torch.eye(e - j, dtype=A.dtype, device=A.device)
-    inverse = torch.linalg.solve_triangular(L_pp, identity, upper=False)
+def _below_(A: Tensor, L_pp: Tensor, j: int, e: int) -> None:
+    "Write L_rp below the panel j:e, a block of rows at a time."
     several = A.device.type == "cpu" and cores() > 1
-    rows = strips(n, 512 if several else n, e)
-    for _ in spread(partial(_below_rows_, A, inverse, j, e), rows, several): pass
+    rows = strips(len(A), 512 if several else len(A), e)
+    work = partial(_below_rows_, A, _inverse_of_lower(L_pp), j, e)
+    for _ in spread(work, rows, several): pass
+
+# %% ../../nbs/machines/05_direct.ipynb #02a748a8
+def _inverse_of_lower(L: Tensor) -> Tensor:
+    "L⁻¹ of a lower triangular matrix."
+    identity = torch.eye(len(L), dtype=L.dtype, device=L.device)
+    return torch.linalg.solve_triangular(L, identity, upper=False)
 
 # %% ../../nbs/machines/05_direct.ipynb #62b24c9b
 def _below_rows_(A: Tensor, inverse: Tensor, j: int, e: int, rows: tuple[int, int]) -> None:
@@ -175,22 +178,27 @@ def _below_rows_(A: Tensor, inverse: Tensor, j: int, e: int, rows: tuple[int, in
         R = torch.addmm(R, A[j:e, :j], A[r, :j].T, alpha=-1)  # transposed: K_pr − L_p· L_r·ᵀ
     torch.mm(R.T, inverse.T, out=A[r, j:e])
 
-# %% ../../nbs/machines/05_direct.ipynb #36d4b081
-def cholesky_(A: Tensor, # n × n; upper triangle K, below it anything; receives L below
-              diag: Tensor, # the diagonal of K, n
-              ridge: float = 0., # added to the diagonal
-              block: int | None = None, # panel width; None: what suits the matrix
-             ) -> int: # 0, or the first column (from 1) where the matrix is not positive definite
-    "Factor K + ridge·I = L Lᵀ in the lower triangle of A; the strict upper triangle keeps K."
-    n = A.shape[0]
-    if block is None and _suits_lapack(A): return _lapack_(A, diag, ridge)
-    for j, e in strips(n, block or _panel_width(A)):
+# %% ../../nbs/machines/05_direct.ipynb #57c4f524
+def _panels_(A: Tensor, diag: Tensor, ridge: float, width: int) -> int:
+    "What `cholesky_` does, by panels of that many columns."
+    for j, e in strips(len(A), width):
         L_pp, info = _panel(A, diag, ridge, j, e)
         if info: return j + info
         A[j:e, j:e].triu_(1).add_(L_pp)
-        if e < n:
+        if e < len(A):
             _below_(A, L_pp, j, e)
     return 0
+
+# %% ../../nbs/machines/05_direct.ipynb #36d4b081
+def cholesky_(
+    A: Tensor, # n × n; upper triangle K, below it anything; receives L below
+    diag: Tensor, # the diagonal of K, n
+    ridge: float = 0., # added to the diagonal
+    block: int | None = None, # panel width; None: what suits the matrix
+) -> int: # 0, or the first column (from 1) where the matrix is not positive definite
+    "Factor K + ridge·I = L Lᵀ in the lower triangle of A; the strict upper triangle keeps K."
+    if block is None and _suits_lapack(A): return _lapack_(A, diag, ridge)
+    return _panels_(A, diag, ridge, block or _panel_width(A))
 
 # %% ../../nbs/machines/05_direct.ipynb #696fbe09
 def _panel_width(A: Tensor) -> int:
@@ -215,42 +223,55 @@ def _lapack_call(name: str, A: Tensor) -> Callable:
     "LAPACK's routine for numbers of A's precision."
     return getattr(lapack, ("s" if A.dtype == torch.float32 else "d") + name)
 
+# %% ../../nbs/machines/05_direct.ipynb #b071fa47
+def _potrf_(A: Tensor, lower: int) -> int: # 0, or the column that failed
+    "LAPACK's factor of A in one of its triangles."
+    _, info = _lapack_call("potrf", A)(A.numpy().T, lower=lower, overwrite_a=1, clean=0)
+    return int(info)
+
 # %% ../../nbs/machines/05_direct.ipynb #fc173bdb
 def _lapack_(A: Tensor, diag: Tensor, ridge: float) -> int:
     "What `cholesky_` does, by LAPACK."
     restore_(A, diag).diagonal().add_(ridge)
     with one_core_each():
-        _, info = _lapack_call("potrf", A)(A.numpy().T, lower=0, overwrite_a=1, clean=0)
-    return int(info)
+        return _potrf_(A, lower=0)
 
 # %% ../../nbs/machines/05_direct.ipynb #2e2a7a3c
-def cho_solve(A: Tensor, # as cholesky_ leaves it
-              Y: Tensor, # n × c
-             ) -> Tensor: # n × c
+def cho_solve(
+    A: Tensor, # as cholesky_ leaves it
+    Y: Tensor, # n × c
+) -> Tensor: # n × c
     "(L Lᵀ)⁻¹ Y; reads the lower triangle only."
     Z = torch.linalg.solve_triangular(A, Y, upper=False)  # L⁻¹ Y
     return torch.linalg.solve_triangular(A.mT, Z, upper=True)  # L⁻ᵀ Z
 
 # %% ../../nbs/machines/05_direct.ipynb #b9453a76
-def sym_matmul(A: Tensor, # n × n, upper triangle K
-               diag: Tensor, # the diagonal of K
-               V: Tensor, # n × c; its dtype is that of the sums
-              ) -> Tensor: # n × c
+def sym_matmul(
+    A: Tensor, # n × n, upper triangle K
+    diag: Tensor, # the diagonal of K
+    V: Tensor, # n × c; its dtype is that of the sums
+) -> Tensor: # n × c
     "K V from the strict upper triangle and the diagonal."
     v = V.T.contiguous()  # c × n
     out = diag.to(V) * v
     for i, e in strips(A.shape[0], 256):
-        U = A[i:e, i:e].triu(1).to(V.dtype)
-        out[:, i:e] += v[:, i:e] @ (U + U.T)
-        S = A[i:e, e:].to(V.dtype)
-        out[:, i:e] += v[:, e:] @ S.T
-        out[:, e:] += v[:, i:e] @ S
+        _add_strip_(out, A, v, i, e)
     return out.T
 
+# %% ../../nbs/machines/05_direct.ipynb #4b6d7189
+def _add_strip_(out: Tensor, A: Tensor, v: Tensor, i: int, e: int) -> None:
+    "What rows i:e of the strict upper triangle, and their mirror image, add to v K."
+    U = A[i:e, i:e].triu(1).to(v.dtype)
+    out[:, i:e] += v[:, i:e] @ (U + U.T)
+    S = A[i:e, e:].to(v.dtype)
+    out[:, i:e] += v[:, e:] @ S.T
+    out[:, e:] += v[:, i:e] @ S
+
 # %% ../../nbs/machines/05_direct.ipynb #e8cb611d
-def restore_(A: Tensor, # as cholesky_ leaves it; becomes K
-             diag: Tensor, # the diagonal of K
-            ) -> Tensor: # A
+def restore_(
+    A: Tensor, # as cholesky_ leaves it; becomes K
+    diag: Tensor, # the diagonal of K
+) -> Tensor: # A
     "Undo cholesky_: the lower triangle becomes the mirror of the upper one again."
     for i, e in strips(A.shape[0], 512):
         U = A[i:e, i:e].triu(1)
@@ -260,21 +281,21 @@ def restore_(A: Tensor, # as cholesky_ leaves it; becomes K
     return A
 
 # %% ../../nbs/machines/05_direct.ipynb #e4190040
-def lower_factor(K: Tensor, # n × n; its upper triangle is read
-                 ridge: float, # added to the diagonal
-                ) -> tuple[Tensor, int]: # L in a lower triangle, and 0 or the column that failed
+def lower_factor(
+    K: Tensor, # n × n; its upper triangle is read
+    ridge: float, # added to the diagonal
+) -> tuple[Tensor, int]: # L in a lower triangle, and 0 or the column that failed
     "L with L Lᵀ = K + ridge·I, in memory of its own."
     A = K.clone(memory_format=torch.contiguous_format)
     A.diagonal().add_(ridge)
-    if _lapack_takes(A):
-        _, info = _lapack_call("potrf", A)(A.numpy().T, lower=1, overwrite_a=1, clean=0)
-        return A.mT, int(info)
+    if _lapack_takes(A): return A.mT, _potrf_(A, lower=1)
     L, failed = torch.linalg.cholesky_ex(A.mT)
     return L, int(failed)
 
 # %% ../../nbs/machines/05_direct.ipynb #3eb8bfee
-def inverse_of(factor: Tensor, # n × n, lower triangle L
-              ) -> Tensor: # n × n
+def inverse_of(
+    factor: Tensor, # n × n, lower triangle L
+) -> Tensor: # n × n
     "(L Lᵀ)⁻¹, both triangles."
     A = factor.mT.clone(memory_format=torch.contiguous_format)
     if not _lapack_takes(A): return torch.cholesky_inverse(factor)
@@ -282,36 +303,49 @@ def inverse_of(factor: Tensor, # n × n, lower triangle L
     return restore_(A, A.diagonal().clone())
 
 # %% ../../nbs/machines/05_direct.ipynb #eccbde62
-def gram_of(factor: Tensor, # n × n, lower triangle L
-           ) -> Tensor: # n × n; its upper triangle is filled
+def gram_of(
+    factor: Tensor, # n × n, lower triangle L
+) -> Tensor: # n × n; its upper triangle is filled
     "LᵀL, at a third of the work of a product."
     A = factor.tril().contiguous()
     if not _lapack_takes(A): return A.mT @ A
     _lapack_call("lauum", A)(A.numpy().T, lower=0, overwrite_c=1)
     return A.mT.contiguous()
 
+# %% ../../nbs/machines/05_direct.ipynb #3d1c34c1
+def _signs(Y: Tensor) -> Tensor: # c × 1
+    "w = + − + − …, one for each column."
+    w = Y.new_ones(Y.shape[1], 1)
+    w[1::2] = -1
+    return w
+
 # %% ../../nbs/machines/05_direct.ipynb #7f849349
 def _residual(S: _System, ridge: float, alpha: Tensor) -> float:
-    "‖(K + ridge)αw − Yw‖ / ‖Yw‖ for the signs w = + − + − …"
-    w = torch.ones(S.Y.shape[1], 1, dtype=S.Y.dtype, device=S.Y.device)
-    w[1::2] = -1
-    y = S.Y @ w
-    a = alpha.to(S.Y) @ w
+    "‖(K + ridge)αw − Yw‖ / ‖Yw‖."
+    w = _signs(S.Y)
+    y, a = S.Y @ w, alpha.to(S.Y) @ w
     error = sym_matmul(S.A, S.diag, a) + ridge * a - y
-    return float(error.norm() / y.norm().clamp(min=torch.finfo(S.Y.dtype).tiny))
+    return float(error.norm() / y.norm().clamp(min=torch.finfo(y.dtype).tiny))
 
 # %% ../../nbs/machines/05_direct.ipynb #d076a3b5
 def _factor(A: Tensor, diag: Tensor, ridge: float) -> str | None: # what is wrong, if anything
     "Cholesky in place; says why it cannot be trusted."
-    n = len(diag)
     column = cholesky_(A, diag, ridge)
-    if column:
-        precision = str(A.dtype).removeprefix("torch.")
-        return f"not positive definite at column {column} of {n} ({precision}, ridge {ridge:g})"
-    if ridge > 0: return None
-    pivots = A.diagonal().square()
-    singular = pivots.min() <= n * torch.finfo(A.dtype).eps * pivots.max()
+    if column: return _indefinite(A, column, ridge)
+    singular = ridge <= 0 and _is_singular(A)
     return "singular up to rounding, and the ridge is 0" if singular else None
+
+# %% ../../nbs/machines/05_direct.ipynb #1f60cfe2
+def _indefinite(A: Tensor, column: int, ridge: float) -> str:
+    "Where a factorisation failed, in words."
+    precision = str(A.dtype).removeprefix("torch.")
+    return f"not positive definite at column {column} of {len(A)} ({precision}, ridge {ridge:g})"
+
+# %% ../../nbs/machines/05_direct.ipynb #a610c6d5
+def _is_singular(A: Tensor) -> bool:
+    "Has the factor in A a pivot below rounding?"
+    pivots = A.diagonal().square()
+    return bool(pivots.min() <= len(A) * torch.finfo(A.dtype).eps * pivots.max())
 
 # %% ../../nbs/machines/05_direct.ipynb #2d049bcc
 class _Answer(NamedTuple):
@@ -327,65 +361,94 @@ def _solve_one(S: _System, ridge: float) -> _Answer:
     why = _factor(S.A, S.diag, ridge)
     if why is None: return _Answer(cho_solve(S.A, S.Y), "cholesky")
     if not _finite(S.A): raise ValueError("K contains nan or inf")
-    if S.method == "cholesky":
-        raise ValueError(f"K + ridge·I is {why}: raise the ridge, use float64, "
-                         "or choose 'auto' instead of 'cholesky' for the minimum-norm solution")
+    if S.method == "cholesky": raise ValueError(_refusal(why))
     answer = _in_float64(S, ridge, why)
     return _minimum_norm(S, ridge, why) if answer is None else answer
+
+# %% ../../nbs/machines/05_direct.ipynb #501ad264
+def _refusal(why: str) -> str:
+    "What to do where Cholesky was asked for and fails."
+    return (f"K + ridge·I is {why}: raise the ridge, use float64, "
+            "or choose 'auto' instead of 'cholesky' for the minimum-norm solution")
 
 # %% ../../nbs/machines/05_direct.ipynb #fdcb8b33
 def _finite(A: Tensor) -> bool: # n × n
     "Is the upper triangle free of nan and inf?"
     return all(bool(torch.isfinite(A[i:e, i:].triu()).all()) for i, e in strips(len(A), 512))
 
+# %% ../../nbs/machines/05_direct.ipynb #83e33f2e
+def _may_widen(S: _System, ridge: float) -> bool:
+    "Could a factor in float64 answer what one in float32 could not?"
+    return S.A.dtype == torch.float32 and has_float64(S.A.device) and ridge != 0
+
 # %% ../../nbs/machines/05_direct.ipynb #013bed3d
 def _in_float64(S: _System, ridge: float, why: str) -> _Answer | None:
     "The same matrix factored in float64; None where that is not possible or fails too."
-    if S.A.dtype != torch.float32 or not has_float64(S.A.device) or ridge == 0: return None
+    if not _may_widen(S, ridge): return None
     B = S.A.double()
     if _factor(B, S.diag.double(), ridge): return None
     note = f"{why}: factored in float64"
-    warnings.warn(f"K + ridge·I is {note} instead; no ridge was added",
-                  RuntimeWarning, stacklevel=4)
-    alpha = cho_solve(B, S.Y.double())
-    return _Answer(alpha.to(S.A.dtype), "cholesky64", note)
+    _warn_of_step(f"{note} instead")
+    return _Answer(cho_solve(B, S.Y.double()).to(S.A.dtype), "cholesky64", note)
+
+# %% ../../nbs/machines/05_direct.ipynb #cad04949
+def _warn_of_step(what: str) -> None:
+    "Say that Cholesky was not enough, and what was done."
+    warnings.warn(f"K + ridge·I is {what}; no ridge was added", RuntimeWarning, stacklevel=5)
+
+# %% ../../nbs/machines/05_direct.ipynb #7b9bcfe0
+def _pseudo_inverse(s: Tensor) -> tuple[Tensor, int]: # s⁺, and how many are 0 in it
+    "1/s for each eigenvalue above rounding, and 0 for the others."
+    keep = s.abs() > len(s) * torch.finfo(s.dtype).eps * s.abs().max()
+    return torch.where(keep, 1 / torch.where(keep, s, 1), 0), int((~keep).sum())
 
 # %% ../../nbs/machines/05_direct.ipynb #7fcbd1b1
-def eig_solve(e: Tensor, # eigenvalues of K, n
-              V: Tensor, # its eigenvectors, n × n
-              Y: Tensor, # n × c
-              ridge: float, # added to each eigenvalue
-             ) -> tuple[Tensor, int]: # α, and how many directions were left out
+def eig_solve(
+    e: Tensor, # eigenvalues of K, n
+    V: Tensor, # its eigenvectors, n × n
+    Y: Tensor, # n × c
+    ridge: float, # added to each eigenvalue
+) -> tuple[Tensor, int]: # α, and how many directions were left out
     "(K + ridge)⁺ Y, the minimum-norm least-squares solution."
-    s = e + ridge
-    keep = s.abs() > len(e) * torch.finfo(e.dtype).eps * s.abs().max()
-    inverse = torch.where(keep, 1 / torch.where(keep, s, 1), 0)
-    return V @ (inverse[:, None] * (V.T @ Y)), int((~keep).sum())
+    inverse, left_out = _pseudo_inverse(e + ridge)
+    return V @ (inverse[:, None] * (V.T @ Y)), left_out
 
 # %% ../../nbs/machines/05_direct.ipynb #0bb922db
 def _minimum_norm(S: _System, ridge: float, why: str) -> _Answer:
     "Minimum-norm solution through the eigendecomposition, with a warning."
-    n = len(S.diag)
-    wide = dtype_for(S.A.device)
-    e, V = torch.linalg.eigh(restore_(S.A, S.diag).to(wide))
-    if S.A.dtype != wide:
-        rounding = n * torch.finfo(S.A.dtype).eps * e.abs().max()
-        e = torch.where((e + ridge).abs() > rounding, e, -ridge)
-    alpha, dropped = eig_solve(e, V, S.Y.to(wide), ridge)
-    note = (f"{why}: eigendecomposition, {dropped} of {n} directions below rounding left out "
+    e, V = _eigen(S, ridge)
+    alpha, dropped = eig_solve(e, V, S.Y.to(V.dtype), ridge)
+    note = (f"{why}: eigendecomposition, {dropped} of {len(e)} directions below rounding left out "
             "(minimum norm)")
-    warnings.warn(f"K + ridge·I is {note}; no ridge was added", RuntimeWarning, stacklevel=4)
+    _warn_of_step(note)
     return _Answer(alpha.to(S.A.dtype), "eigh", note)
+
+# %% ../../nbs/machines/05_direct.ipynb #3493dd70
+def _eigen(S: _System, ridge: float) -> tuple[Tensor, Tensor]:
+    "Eigenvalues and vectors of K, found in float64."
+    wide, own = dtype_for(S.A.device), S.A.dtype
+    e, V = torch.linalg.eigh(restore_(S.A, S.diag).to(wide))
+    return e if own == wide else _cut(e, ridge, torch.finfo(own).eps), V
+
+# %% ../../nbs/machines/05_direct.ipynb #83085819
+def _cut(e: Tensor, ridge: float, eps: float) -> Tensor:
+    "The eigenvalues, with −ridge for those that only the rounding of K decides."
+    rounding = len(e) * eps * e.abs().max()
+    return torch.where((e + ridge).abs() > rounding, e, -ridge)
+
+# %% ../../nbs/machines/05_direct.ipynb #418c9044
+def _check_alpha(alpha: Tensor) -> None:
+    "Raise on a solution that is not finite."
+    if not torch.isfinite(alpha).all():
+        raise ValueError("K contains nan or inf, or the solution overflows")
 
 # %% ../../nbs/machines/05_direct.ipynb #c4ef4a7d
 def _checked(S: _System, answer: _Answer, ridge: float, start: float) -> Solution:
-    "A Solution with its residual measured; anything not finite is an error."
-    if not torch.isfinite(answer.alpha).all():
-        raise ValueError("K contains nan or inf, or the solution overflows")
-    residual = _residual(S, ridge, answer.alpha)
-    seconds = time.perf_counter() - start
+    "A Solution with its residual and its time."
     alpha, method, note, steps = answer
-    return Solution(alpha, method, ridge, residual, note, seconds, steps)
+    _check_alpha(alpha)
+    residual = _residual(S, ridge, alpha)
+    return Solution(alpha, method, ridge, residual, note, time.perf_counter() - start, steps)
 
 # %% ../../nbs/machines/05_direct.ipynb #e12ae6e9
 def _solve_factor(S: _System, ridge: float) -> Solution:
@@ -398,22 +461,25 @@ def _by_eigh(S: _System, ridges: set[float]) -> dict[float, Solution]:
     "All ridges from one eigendecomposition."
     start = time.perf_counter()
     e, V = torch.linalg.eigh(restore_(S.A, S.diag))
-    found = {}
-    for r in ridges:
-        alpha, dropped = eig_solve(e, V, S.Y, r)
-        note = f"{dropped} directions below rounding left out" if dropped else ""
-        found[r] = _checked(S, _Answer(alpha, "eigh", note), r, start)
-    return found
+    return {r: _checked(S, _from_eigh(e, V, S.Y, r), r, start) for r in ridges}
+
+# %% ../../nbs/machines/05_direct.ipynb #77f3017a
+def _from_eigh(e: Tensor, V: Tensor, Y: Tensor, ridge: float) -> _Answer:
+    "α at one ridge, and how much of Y was left out."
+    alpha, dropped = eig_solve(e, V, Y, ridge)
+    note = f"{dropped} directions below rounding left out" if dropped else ""
+    return _Answer(alpha, "eigh", note)
 
 # %% ../../nbs/machines/05_direct.ipynb #82dfdb1f
-def refine_(A: Tensor, # n × n of any precision, K in its upper triangle
-            diag: Tensor, # the diagonal of K
-            ridge: float, # added to the diagonal
-            Y: Tensor, # n × c, float64
-            precond: Callable[[Tensor], Tensor], # v → approximate solution
-            steps: int = 50, # at most
-            tol: float = 1e-13, # goal for the largest ‖r‖/‖y‖
-           ) -> tuple[Tensor, float, int]: # α in float64, residual, steps
+def refine_(
+    A: Tensor, # n × n of any precision, K in its upper triangle
+    diag: Tensor, # the diagonal of K
+    ridge: float, # added to the diagonal
+    Y: Tensor, # n × c, float64
+    precond: Callable[[Tensor], Tensor], # v → approximate solution
+    steps: int = 50, # at most
+    tol: float = 1e-13, # goal for the largest ‖r‖/‖y‖
+) -> tuple[Tensor, float, int]: # α in float64, residual, steps
     "Preconditioned conjugate gradients on all columns together, each with its own step length."
     size = Y.norm(dim=0).clamp(min=1e-300)
     worst = lambda r: float((r.norm(dim=0) / size).max())
@@ -427,8 +493,7 @@ def refine_(A: Tensor, # n × n of any precision, K in its upper triangle
         i += 1
         q = sym_matmul(A, diag, p) + ridge * p
         a = rz / (p * q).sum(0).clamp(min=1e-300)
-        x = x + a * p
-        r = r - a * q
+        x, r = x + a * p, r - a * q
         now = worst(r)
         if not math.isfinite(now): break
         if now < least:
@@ -444,26 +509,30 @@ def _solve_refined(S: _System, ridge: float) -> Solution:
     start = time.perf_counter()
     A = S.A.float()
     why = _factor(A, S.diag.float(), ridge)
-    if why is None:
-        precond = lambda v: cho_solve(A, v.float()).double()
-        alpha, residual, steps = refine_(S.A, S.diag, ridge, S.Y.double(), precond)
-        note = f"float32 factor, {steps} steps of float64 refinement"
-        if residual < 1e-8:
-            seconds = time.perf_counter() - start
-            return Solution(alpha, "cholesky32+cg", ridge, residual, note, seconds, steps)
-        why = f"{note} reached {residual:.2g} only"
+    if why is not None: return _solve_plainly(S, ridge, why)
+    precond = lambda v: cho_solve(A, v.float()).double()
+    alpha, residual, steps = refine_(S.A, S.diag, ridge, S.Y.double(), precond)
+    note = f"float32 factor, {steps} steps of float64 refinement"
+    if not residual < 1e-8: return _solve_plainly(S, ridge, f"{note} reached {residual:.2g} only")
+    seconds = time.perf_counter() - start
+    return Solution(alpha, "cholesky32+cg", ridge, residual, note, seconds, steps)
+
+# %% ../../nbs/machines/05_direct.ipynb #a5602510
+def _solve_plainly(S: _System, ridge: float, why: str) -> Solution:
+    "The plain way, with a note that says what came before."
     plain = _solve_factor(S, ridge)
     notes = (f"float32 was not enough: {why}", plain.note)
     plain.note = "; ".join(note for note in notes if note)
     return plain
 
 # %% ../../nbs/machines/05_direct.ipynb #4c1c0cc8
-def shift_solve(A: Tensor, # holds the factor of K + ridge0
-                Y: Tensor, # n × c
-                shift: Tensor, # ridge − ridge0 for each column
-                tol: float, # goal for ‖r‖/‖y‖
-                steps: int, # at most
-               ) -> tuple[Tensor, Tensor, int]: # α, relative residual of each column, steps
+def shift_solve(
+    A: Tensor, # holds the factor of K + ridge0
+    Y: Tensor, # n × c
+    shift: Tensor, # ridge − ridge0 for each column
+    tol: float, # goal for ‖r‖/‖y‖
+    steps: int, # at most
+) -> tuple[Tensor, Tensor, int]: # α, relative residual of each column, steps
     "(K + ridge)⁻¹ Y from the factor of another ridge; one pair of triangular solves per step."
     tiny = torch.finfo(Y.dtype).tiny
     size = Y.norm(dim=0).clamp(min=tiny)
@@ -484,19 +553,23 @@ def shift_solve(A: Tensor, # holds the factor of K + ridge0
         q = torch.addcmul(r, q, b.expand_as(q))
     return x, res, i
 
+# %% ../../nbs/machines/05_direct.ipynb #2dbd15bb
+def _cg_steps(root: float, tol: float) -> float:
+    "Steps to a residual `tol` where the root of the condition number is `root`."
+    if root - 1 < 1e-12: return 1.
+    return max(1., math.log(2 / tol) / math.log((root + 1) / (root - 1)))
+
 # %% ../../nbs/machines/05_direct.ipynb #ccabdb15
-def shift_steps(least: float, # about the smallest eigenvalue μ of K
-                ridge0: float, # ρ₀, where the factor is
-                ridge: float, # ρ, where the solution is wanted
-                tol: float, # goal for the residual
-               ) -> float:
+def shift_steps(
+    least: float, # about the smallest eigenvalue μ of K
+    ridge0: float, # ρ₀, where the factor is
+    ridge: float, # ρ, where the solution is wanted
+    tol: float, # goal for the residual
+) -> float:
     "Expected steps of shift_solve when K's smallest eigenvalue is about `least`."
     mu = max(least, 0)
     low, high = sorted((mu + ridge0, mu + ridge))
-    if low <= 0: return math.inf
-    root = math.sqrt(high / low)  # √κ
-    if root - 1 < 1e-12: return 1.
-    return max(1., math.log(2 / tol) / math.log((root + 1) / (root - 1)))
+    return math.inf if low <= 0 else _cg_steps(math.sqrt(high / low), tol)
 
 # %% ../../nbs/machines/05_direct.ipynb #b8de84af
 def _goal(S: _System) -> float:
@@ -521,17 +594,22 @@ def _pivot(ridges: list[float], near: Callable[[float, float], bool]) -> float:
     smallest = min(ridges)
     return max(r for r in ridges if r == smallest or near(r, smallest))
 
+# %% ../../nbs/machines/05_direct.ipynb #dedbec7e
+def _least_eigenvalue(S: _System, ridge: float) -> float:
+    "About μ, from the factor at a ridge."
+    return float(S.A.diagonal().square().min()) - ridge
+
 # %% ../../nbs/machines/05_direct.ipynb #dbc27036
 def _by_factors(S: _System, ridges: set[float]) -> dict[float, Solution]:
     "Factor at one ridge, serve its neighbours from that factor, until none is left."
     todo = sorted(ridges)
     found: dict[float, Solution] = {}
-    least: float | None = None  # about μ
+    least: float | None = None
     while todo:
         r0 = todo[0] if least is None else _pivot(todo, partial(_near, S, least))
         found[r0] = _solve_refined(S, r0) if S.refine else _solve_factor(S, r0)
         if S.method == "auto" and found[r0].method == "cholesky":
-            least = float(S.A.diagonal().square().min()) - r0
+            least = _least_eigenvalue(S, r0)
             near = [r for r in todo if r != r0 and _near(S, least, r0, r)]
             found |= _serve(S, r0, near)
         todo = [r for r in todo if r not in found]
@@ -542,12 +620,10 @@ def _serve(S: _System, r0: float, ridges: list[float]) -> dict[float, Solution]:
     "Solutions at `ridges` from the factor at r0; those that do not converge are left out."
     if not ridges: return {}
     start = time.perf_counter()
-    c, g = S.Y.shape[1], len(ridges)
-    shift = torch.tensor(ridges, dtype=S.A.dtype, device=S.A.device).sub_(r0)
-    steps = max(4, int(1.5 * _budget(S)))
-    x, res, k = shift_solve(S.A, S.Y.repeat(1, g), shift.repeat_interleave(c), _goal(S), steps)
+    c = S.Y.shape[1]
+    x, res, k = _shifted(S, r0, ridges)
     now = time.perf_counter()
-    start = now - (now - start) / g
+    start = now - (now - start) / len(ridges)
     note = f"{k} steps from the factor at ridge {r0:g}"
     found = {}
     for r, alpha, worst in zip(ridges, x.split(c, 1), res.split(c)):
@@ -555,3 +631,11 @@ def _serve(S: _System, r0: float, ridges: list[float]) -> dict[float, Solution]:
         answer = _Answer(alpha.contiguous(), "cholesky+cg", note, k)
         found[r] = _checked(S, answer, r, start)
     return found
+
+# %% ../../nbs/machines/05_direct.ipynb #d9bd1e4c
+def _shifted(S: _System, r0: float, ridges: list[float]) -> tuple[Tensor, Tensor, int]:
+    "`shift_solve` with the columns of Y once for each ridge, side by side."
+    shift = torch.tensor(ridges, dtype=S.A.dtype, device=S.A.device).sub_(r0)
+    shift = shift.repeat_interleave(S.Y.shape[1])
+    steps = max(4, int(1.5 * _budget(S)))
+    return shift_solve(S.A, S.Y.repeat(1, len(ridges)), shift, _goal(S), steps)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import pandas as pd
@@ -30,6 +30,7 @@ from sklearn.utils import check_random_state, compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import _check_sample_weight, check_array, check_consistent_length
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from torch import Tensor
 
 # %% ../../nbs/machines/00_estimators.ipynb #53dbd814
 from ..arguments import unframed
@@ -38,8 +39,8 @@ from .inputs import Encoding, column_kind, encode, learn_encoding
 from .kernels import NAMES, Kernel, kernel_named, kernel_of, kernel_spec
 from .large import LargeFit, fit_large, large_settings, large_work, suits_large
 from .rfm import RFM, Predictor, Settings
-from .selection import ErrorMetric, Selection, diagonal_of_inverse
-from .selection import distinct_rows, evidence, share_of
+from .selection import ErrorMetric, Selection, diagonal_of_inverse, distinct_rows
+from .selection import evidence, random_order, share_of, weigh_
 from .solvers import in_gb, memory_limit, plan_fit
 from .updates import Evidence, UpdateRule, update_rule
 from ..runtime import device as device_of
@@ -48,32 +49,33 @@ from ..runtime import dtype_for
 # %% ../../nbs/machines/00_estimators.ipynb #22c88bb6
 class _Machine(BaseEstimator):
     "What the two estimators share."
-    def __init__(self,
-                 # a name such as gaussian, or an object; None: Laplace, or what suits a large table
-                 kernel: str | Kernel | None = None,
-                 bandwidth: float | None = None, # L; None: median distance of the training points
-                 update: str | UpdateRule = "evidence", # or "fact", "nfa", "stable"
-                 geometric: bool | str = True, # FACT: average with the last M
-                 power: float = 1., # NFA: exponent s of AGOP
-                 iters: int | None = None, # updates of M; 0: none; None: as the update likes it
-                 ridge: float | None = None, # nλ, added to the diagonal; None: chosen from the data
-                 normalize: str | None = "trace", # rescale M: "trace", "max", "median" or None
-                 negative: str = "abs", # FACT: negative directions count by size, or "clip" them
-                 diagonal: bool = False, # one weight per input instead of a matrix
-                 holdout: float | None = None, # choose the iterate on this share of the rows
-                 scoring: Any = None, # by this scorer of scikit-learn, a name or a function
-                 keep: str | Selection = "best", # on held-out rows; "last", "loo" or "evidence"
-                 patience: int | None = None, # stop after so many iterations without improvement
-                 scale: bool = True, # bring all columns to one scale
-                 categorical: Any = None, # names or numbers of columns that hold categories
-                 class_weight: Any = None, # classifier: weights by class, or "balanced"
-                 solver: str = "auto", # "auto", "direct", "cholesky", "eigh", "packed", "iterative"
-                 memory: float | None = None, # bytes the fit may use; None: what is free
-                 time_limit: float | None = None, # seconds; then the best so far is returned
-                 device: str = "auto", # "auto", "cpu", "cuda", "mps"
-                 random_state=None, # seed of the held-out split and of rows that are drawn
-                 verbose: int = 0, # 1 says what will be done, and shows a progress bar
-                ) -> None:
+    def __init__(
+        self,
+        # a name such as gaussian, or an object; None: Laplace, or what suits a large table
+        kernel: str | Kernel | None = None,
+        bandwidth: float | None = None, # L; None: median distance of the training points
+        update: str | UpdateRule = "evidence", # or "fact", "nfa", "stable"
+        geometric: bool | str = True, # FACT: average with the last M
+        power: float = 1., # NFA: exponent s of AGOP
+        iters: int | None = None, # updates of M; 0: none; None: as the update likes it
+        ridge: float | None = None, # nλ, added to the diagonal; None: chosen from the data
+        normalize: str | None = "trace", # rescale M: "trace", "max", "median" or None
+        negative: str = "abs", # FACT: negative directions count by size, or "clip" them
+        diagonal: bool = False, # one weight per input instead of a matrix
+        holdout: float | None = None, # choose the iterate on this share of the rows
+        scoring: Any = None, # by this scorer of scikit-learn, a name or a function
+        keep: str | Selection = "best", # on held-out rows; "last", "loo" or "evidence"
+        patience: int | None = None, # stop after so many iterations without improvement
+        scale: bool = True, # bring all columns to one scale
+        categorical: Any = None, # names or numbers of columns that hold categories
+        class_weight: Any = None, # classifier: weights by class, or "balanced"
+        solver: str = "auto", # "auto", "direct", "cholesky", "eigh", "packed", "iterative"
+        memory: float | None = None, # bytes the fit may use; None: what is free
+        time_limit: float | None = None, # seconds; then the best so far is returned
+        device: str = "auto", # "auto", "cpu", "cuda", "mps"
+        random_state=None, # seed of the held-out split and of rows that are drawn
+        verbose: int = 0, # 1 says what will be done, and shows a progress bar
+    ) -> None:
         self.kernel = kernel
         self.bandwidth = bandwidth
         self.update = update
@@ -107,71 +109,85 @@ class _Machine(BaseEstimator):
         return tags
 
 # %% ../../nbs/machines/00_estimators.ipynb #072bab42
-def make_kernel(kernel: str | Kernel | None, # name or object; None: Laplace
-                bandwidth: float | None = None, # L; None: as the kernel has it
-               ) -> Kernel:
+def make_kernel(
+    kernel: str | Kernel | None, # name or object; None: Laplace
+    bandwidth: float | None = None, # L; None: as the kernel has it
+) -> Kernel:
     "The kernel to fit with; the machine chooses a bandwidth that is still missing."
-    if kernel is None or isinstance(kernel, str):
-        kernel = kernel_named(kernel or "laplace")
-    if not isinstance(kernel, Kernel):
-        raise ValueError(f"kernel must be one of {sorted(NAMES)} or a "
-                         f"fact_nb.machines.kernels.Kernel, not {kernel!r}")
-    return kernel if bandwidth is None else kernel.with_bandwidth(bandwidth)
+    found = _kernel_object(kernel)
+    return found if bandwidth is None else found.with_bandwidth(bandwidth)
+
+# %% ../../nbs/machines/00_estimators.ipynb #cadf6fc7
+def _kernel_object(kernel: Any) -> Kernel:
+    "A kernel by its name, or as it is; None is Laplace."
+    if kernel is None or isinstance(kernel, str): return kernel_named(kernel or "laplace")
+    if isinstance(kernel, Kernel): return kernel
+    raise ValueError(f"kernel must be one of {sorted(NAMES)} or a "
+                     f"fact_nb.machines.kernels.Kernel, not {kernel!r}")
 
 # %% ../../nbs/machines/00_estimators.ipynb #51bbdbfe
-def _machine_of(est: _Machine,
-                metric: ErrorMetric,
-                constant: bool, # do the targets not vary?
-               ) -> RFM:
-    "The machine with the estimator's parameters."
+def _machine_of(est: _Machine, metric: ErrorMetric, constant: bool) -> RFM:
+    "The machine with the estimator's parameters; without an update for constant targets."
+    seed = int(check_random_state(est.random_state).randint(2**31 - 1))
+    m = RFM(**_settings_of(est), metric=metric, seed=seed, progress=bool(est.verbose))
+    if not constant: return m
+    return replace(m, update="fact", iters=0, holdout=None, patience=None, ridge=m.ridge or 1.)
+
+# %% ../../nbs/machines/00_estimators.ipynb #0ca003af
+def _settings_of(est: _Machine) -> dict[str, Any]:
+    "The parameters that a machine has too."
     params = est.get_params(deep=False)
     same = {f.name: params[f.name] for f in fields(Settings) if f.name in params}
     same["kernel"] = make_kernel(est.kernel, est.bandwidth)
     if est.iters is None:
         same["iters"] = update_rule(est.update, est.geometric, est.negative, est.power).usual
-    seed = int(check_random_state(est.random_state).randint(2**31 - 1))
-    m = RFM(**same, metric=metric, seed=seed, progress=bool(est.verbose))
-    if not constant: return m
-    return replace(m, update="fact", iters=0, holdout=None, patience=None, ridge=m.ridge or 1.)
+    return same
 
 # %% ../../nbs/machines/00_estimators.ipynb #01443a43
-def _wrong_labels(F: torch.Tensor, # n × c predictions
-                  Y: torch.Tensor, # n × c one-hot targets
-                  mean: torch.Tensor, # c: what was taken off both
-                 ) -> float:
-    "Share of wrong labels."
+def _wrong_labels(F: Tensor, Y: Tensor, mean: Tensor) -> float:
+    "Share of wrong labels, when the mean has been taken off both."
     F, Y = F + mean.to(F), Y + mean.to(Y)
     return share_of(F.argmax(1) != Y.argmax(1))
 
 # %% ../../nbs/machines/00_estimators.ipynb #8d2f2f7e
-def _fit_machine(est: _Machine,
-                 X: Any, # n × d: array of numbers, or frame
-                 Y: np.ndarray, # n × c
-                 w: np.ndarray | None, # n: how often each row counts
-                 metric: ErrorMetric | None = None, # None: mean squares
-                 val: tuple[Any, np.ndarray] | None = None, # rows that choose the iterate
-                ) -> None:
+def _fit_machine(est: _Machine, X: Any, Y: np.ndarray, w: np.ndarray | None,
+                 metric: ErrorMetric | None, val: tuple[Any, np.ndarray] | None) -> None:
     "Fit the RFM; sets mean_, encoding_, rfm_, M_, n_iter_, feature_importances_."
     counts = np.ones(len(Y)) if w is None else w
     est.mean_ = np.average(Y, axis=0, weights=counts)
     est.encoding_ = learn_encoding(X, _names(est), counts, _positions(est), est.scale)
-    Y = Y - est.mean_
-    constant = not np.abs(Y[counts > 0]).max() > 1e-12 * (1 + np.abs(est.mean_).max())
+    constant = _hardly_vary(Y[counts > 0] - est.mean_, est.mean_)
     tensor = _to_tensor(est, X)
-    rows: list[Any] = [tensor(encode(est.encoding_, X)), tensor(Y)]
+    rows = _row_tensors(est, tensor, X, Y)
     if val is not None and not constant:
-        rows += [tensor(encode(est.encoding_, val[0])), tensor(val[1] - est.mean_)]
+        rows += _row_tensors(est, tensor, *val)
     machine = _machine_of(est, metric or "mse", constant)
     if suits_large(machine, rows[0], w is not None or len(rows) > 2):
         return _fit_large_table(est, machine, rows[0], rows[1])
+    _fit_table(est, machine, rows, None if w is None else tensor(w))
+
+# %% ../../nbs/machines/00_estimators.ipynb #8698dc85
+def _hardly_vary(Y: np.ndarray, mean: np.ndarray) -> bool:
+    "Are targets without their mean zero up to rounding?"
+    return not np.abs(Y).max() > 1e-12 * (1 + np.abs(mean).max())
+
+# %% ../../nbs/machines/00_estimators.ipynb #23df36ba
+def _row_tensors(est: _Machine, tensor: Callable[[Any], Tensor], X: Any,
+                 Y: np.ndarray) -> list[Tensor]:
+    "A table and its targets, as the machine takes them."
+    return [tensor(encode(est.encoding_, X)), tensor(Y - est.mean_)]
+
+# %% ../../nbs/machines/00_estimators.ipynb #fdfb078e
+def _fit_table(est: _Machine, m: RFM, rows: list[Tensor], w: Tensor | None) -> None:
+    "Fit the machine to rows, and perhaps to rows that choose the iterate."
     if est.verbose:
-        print(_announce(est, machine, rows[0], rows[1]))
-    rows += [None] * (4 - len(rows)) + [None if w is None else tensor(w)]
-    est.rfm_ = machine.fit(*rows)
+        print(_announce(est, m, rows[0], rows[1]))
+    held = rows[2:] or [None, None]
+    est.rfm_ = m.fit(*rows[:2], *held, w)
     _describe(est)
 
 # %% ../../nbs/machines/00_estimators.ipynb #68643b13
-def _fit_large_table(est: _Machine, m: RFM, X: torch.Tensor, Y: torch.Tensor) -> None:
+def _fit_large_table(est: _Machine, m: RFM, X: Tensor, Y: Tensor) -> None:
     "The same for many rows."
     if est.verbose:
         print(_announce(est, m, X, Y))
@@ -182,7 +198,7 @@ def _fit_large_table(est: _Machine, m: RFM, X: torch.Tensor, Y: torch.Tensor) ->
     est.n_iter_ = est.rfm_.best_iter
 
 # %% ../../nbs/machines/00_estimators.ipynb #217c6e45
-def _to_tensor(est: _Machine, X: Any) -> Any: # array → tensor
+def _to_tensor(est: _Machine, X: Any) -> Callable[[Any], Tensor]:
     "How arrays become tensors: on the estimator's device, float32 if X is or if that is enough."
     where = device_of(est.device)
     narrow = getattr(X, "dtype", None) == np.float32 or _single_is_enough(est, len(X))
@@ -201,10 +217,15 @@ def _describe(est: _Machine) -> None:
     est.M_ = est.rfm_.M.cpu().numpy()
     fits = [h for h in est.rfm_.history if "train_error" in h]
     est.n_iter_ = max(len(fits) - 1, 0)
+    est.feature_importances_ = _importances(est)
+
+# %% ../../nbs/machines/00_estimators.ipynb #202dd6e7
+def _importances(est: _Machine) -> np.ndarray: # of the columns that went in
+    "Shares of the trace of M."
     diag = est.M_ if est.M_.ndim == 1 else est.M_.diagonal()
     share = np.zeros(est.n_features_in_, diag.dtype)
     np.add.at(share, est.encoding_.groups, diag)
-    est.feature_importances_ = share / share.sum()
+    return share / share.sum()
 
 # %% ../../nbs/machines/00_estimators.ipynb #721a27d5
 def _names(est: _Machine) -> list[str]:
@@ -218,28 +239,35 @@ def _positions(est: _Machine) -> list[int]:
     if est.categorical is None: return []
     names = _names(est)
     found = [names.index(c) if c in names else c for c in est.categorical]
-    bad = [c for c in found if not isinstance(c, (int, np.integer)) or not 0 <= c < len(names)]
-    if bad:
-        raise ValueError(f"categorical names {bad[0]!r}, which is no column of X: {names[:5]} …")
+    for c in found:
+        if isinstance(c, (int, np.integer)) and 0 <= c < len(names): continue
+        raise ValueError(f"categorical names {c!r}, which is no column of X: {names[:5]} …")
     return [int(c) for c in found]
 
 # %% ../../nbs/machines/00_estimators.ipynb #62c2478a
 def _as_frame(X: Any) -> pd.DataFrame | None: # None: there is nothing but numbers
     "A table that holds more than numbers, as a frame."
-    if isinstance(X, pd.DataFrame):
-        kinds = (column_kind(X.iloc[:, j]) for j in range(X.shape[1]))
-        others = any(kind != "number" for kind in kinds)
-        return X if others and len(X) else None
-    if issparse(X): return None
+    if isinstance(X, pd.DataFrame): return X if _more_than_numbers(X) and len(X) else None
+    if issparse(X) or not _holds_text(X) or not _even(X): return None
+    return pd.DataFrame(np.asarray(X, dtype=object)).infer_objects()
+
+# %% ../../nbs/machines/00_estimators.ipynb #c7878e31
+def _more_than_numbers(X: pd.DataFrame) -> bool:
+    "Has a frame a column of another kind?"
+    return any(column_kind(X.iloc[:, j]) != "number" for j in range(X.shape[1]))
+
+# %% ../../nbs/machines/00_estimators.ipynb #b5723b4a
+def _holds_text(X: Any) -> bool:
+    "Is there something in a table that does not become a number?"
     try:
         A = np.asarray(X)
-        if A.dtype.kind not in "OUS" or A.ndim != 2 or not A.size: return None
-        A.astype(np.float64)
-    except TypeError:
-        return None                                     # scikit-learn says what is wrong
+        if A.dtype.kind in "OUS" and A.ndim == 2 and A.size:
+            A.astype(np.float64)
     except ValueError:
-        return pd.DataFrame(np.asarray(X, dtype=object)).infer_objects() if _even(X) else None
-    return None
+        return True
+    except TypeError:
+        return False                                    # scikit-learn says what is wrong
+    return False
 
 # %% ../../nbs/machines/00_estimators.ipynb #dd10d654
 def _even(X: Any) -> bool:
@@ -251,34 +279,43 @@ def _table(est: _Machine, X: Any, reset: bool) -> Any: # array of numbers, or fr
     "Inputs, checked."
     X = _array(X)
     frame = _as_frame(X)
-    if frame is not None:
-        validate_data(est, frame if isinstance(X, pd.DataFrame) else np.asarray(X, dtype=object),
-                      reset=reset, skip_check_array=True)
-        return frame
+    if frame is None: return _numbers(est, X, reset)
+    seen = frame if isinstance(X, pd.DataFrame) else np.asarray(X, dtype=object)
+    validate_data(est, seen, reset=reset, skip_check_array=True)
+    return frame
+
+# %% ../../nbs/machines/00_estimators.ipynb #2a226d1a
+def _numbers(est: _Machine, X: Any, reset: bool) -> np.ndarray: # n × d
+    "A table of numbers, checked by scikit-learn; gaps may stay."
     X = validate_data(est, X, reset=reset, dtype=[np.float64, np.float32],
                       ensure_all_finite="allow-nan", accept_sparse=("csr", "csc", "coo"))
     return X.toarray() if issparse(X) else X
 
 # %% ../../nbs/machines/00_estimators.ipynb #a621380c
-def _weights_of(est: _Machine, X: Any, sample_weight: Any) -> np.ndarray | None: # n
+def _weights_of(X: Any, sample_weight: Any) -> np.ndarray | None: # n
     "How often each row counts; None: once."
     if sample_weight is None: return None
     like = np.zeros((len(X), 1))
     w = _check_sample_weight(sample_weight, like, dtype=np.float64, ensure_non_negative=True)
-    if not w.sum() > 0: raise ValueError("sample_weight must not be all zero")
-    return w
+    if w.sum() > 0: return w
+    raise ValueError("sample_weight must not be all zero")
 
 # %% ../../nbs/machines/00_estimators.ipynb #2ff6b19d
 def _array(X: Any) -> Any:
     "Tensors, also those on a GPU, as arrays; everything else as it is."
-    return X.detach().cpu().numpy() if isinstance(X, torch.Tensor) else X
+    return X.detach().cpu().numpy() if isinstance(X, Tensor) else X
 
 # %% ../../nbs/machines/00_estimators.ipynb #5cc9141d
+def _encoded(est: _Machine, X: Any) -> np.ndarray: # m × k
+    "New rows, checked, in the units of the training rows."
+    check_is_fitted(est)
+    return encode(est.encoding_, _table(est, X, reset=False))
+
+# %% ../../nbs/machines/00_estimators.ipynb #8540336b
 def _scores(est: _Machine, X: Any) -> np.ndarray: # m × c
     "Predicted targets, mean added back."
-    check_is_fitted(est)
-    Z = encode(est.encoding_, _table(est, X, reset=False))
-    return est.rfm_.predict(torch.tensor(Z)).cpu().numpy() + est.mean_
+    Z = torch.tensor(_encoded(est, X))
+    return est.rfm_.predict(Z).cpu().numpy() + est.mean_
 
 # %% ../../nbs/machines/00_estimators.ipynb #1b97344f
 @dataclass(frozen=True)
@@ -316,7 +353,7 @@ def _work(m: RFM, n: int, d: int, c: int) -> float:
     return (m.iters + 1) * once + (1.3 * m.rule.steps * m.iters + 2) * look
 
 # %% ../../nbs/machines/00_estimators.ipynb #fc9bf6bb
-def _estimate(m: RFM, X: torch.Tensor, Y: torch.Tensor, memory: float | None) -> FitEstimate:
+def _estimate(m: RFM, X: Tensor, Y: Tensor, memory: float | None) -> FitEstimate:
     "What fitting this machine to these rows will take."
     (n, d), c = X.shape, Y.shape[1]
     if suits_large(m, X, False): return _large_estimate(m, X, c, memory)
@@ -324,37 +361,47 @@ def _estimate(m: RFM, X: torch.Tensor, Y: torch.Tensor, memory: float | None) ->
     plan = plan_fit(m.solver, n, d, c, X.element_size(), limit, loo=m.selection.needs_matrix)
     k = min(n, getattr(m.rule, "rows", 0))
     size = plan.iterative if plan.method == "iterative" else plan.need
-    seconds = _work(m, n, d, c) / (.4 * _speed(torch.float32 if k > 512 else X.dtype))
+    seconds = _seconds(_work(m, n, d, c), torch.float32 if k > 512 else X.dtype)
     return FitEstimate(n, d, seconds, size + 16. * k * k, plan.method, str(plan))
 
+# %% ../../nbs/machines/00_estimators.ipynb #5038adbf
+def _seconds(work: float, dtype: torch.dtype) -> float:
+    "The time of so many operations: a fit reaches .4 of the rate of a product."
+    return work / (.4 * _speed(dtype))
+
 # %% ../../nbs/machines/00_estimators.ipynb #estlarge
-def _large_estimate(m: RFM, X: torch.Tensor, c: int, memory: float | None) -> FitEstimate:
+def _large_estimate(m: RFM, X: Tensor, c: int, memory: float | None) -> FitEstimate:
     "The same for many rows, which are worked on in float32."
     n, d = X.shape
     work, need = large_work(n, d, c, large_settings(m, False), memory_limit(memory, X.device))
     size = need + 2. * X.element_size() * n * d
     reason = f"n = {n}: subsets learn M, centres predict"
-    return FitEstimate(n, d, work / (.4 * _speed(torch.float32)), size, "large", reason)
+    return FitEstimate(n, d, _seconds(work, torch.float32), size, "large", reason)
 
 # %% ../../nbs/machines/00_estimators.ipynb #70749a44
-def _announce(est: _Machine, m: RFM, X: torch.Tensor, Y: torch.Tensor) -> str:
+def _announce(est: _Machine, m: RFM, X: Tensor, Y: Tensor) -> str:
     "What will be done, in one line."
     return f"{type(est).__name__}: {_estimate(m, X, Y, est.memory)}"
 
 # %% ../../nbs/machines/00_estimators.ipynb #estpubli
-def estimate_fit(est: _Machine, # an estimator with its parameters; fitted or not
-                 X, # n × d, as for `fit`
-                 y, # n, or n × c
-                ) -> FitEstimate:
+def estimate_fit(
+    est: _Machine, # an estimator with its parameters; fitted or not
+    X, # n × d, as for `fit`
+    y, # n, or n × c
+) -> FitEstimate:
     "Time, memory and solver of a fit; nothing is fitted."
     one = clone(est)
     X = _table(one, X, reset=True)
-    y = np.asarray(_array(y))
-    labels = isinstance(one, ClassifierMixin) and y.ndim == 1
-    c = len(np.unique(y)) if labels else y.reshape(len(X), -1).shape[1]
     e = learn_encoding(X, _names(one), np.ones(len(X)), _positions(one), one.scale)
     Z = _to_tensor(one, X)(encode(e, X))
-    return _estimate(_machine_of(one, "mse", False), Z, Z.new_empty(len(X), c), one.memory)
+    like = Z.new_empty(len(X), _outputs(one, np.asarray(_array(y)), len(X)))
+    return _estimate(_machine_of(one, "mse", False), Z, like, one.memory)
+
+# %% ../../nbs/machines/00_estimators.ipynb #cc9c5127
+def _outputs(est: _Machine, y: np.ndarray, n: int) -> int:
+    "How many columns the targets will have: one for each class or number."
+    if isinstance(est, ClassifierMixin) and y.ndim == 1: return len(np.unique(y))
+    return y.reshape(n, -1).shape[1]
 
 # %% ../../nbs/machines/00_estimators.ipynb #2a158b51
 class _Answers(BaseEstimator):
@@ -365,34 +412,34 @@ class _Answers(BaseEstimator):
 
     def __sklearn_is_fitted__(self) -> bool: return True
 
-    def predict(self, X: Any) -> np.ndarray:
-        S = self.scores
-        if self.classes is None: return S[:, 0] if S.shape[1] == 1 else S
-        return self.classes[S.argmax(1)]
-
 # %% ../../nbs/machines/00_estimators.ipynb #567c3ce9
 class _LabelAnswers(ClassifierMixin, _Answers):
     "The same with classes."
     @property
     def classes_(self) -> np.ndarray: return self.classes
 
+    def predict(self, X: Any) -> np.ndarray: return self.classes[self.scores.argmax(1)]
+
     def predict_proba(self, X: Any) -> np.ndarray: return as_probability(self.scores)
 
+# %% ../../nbs/machines/00_estimators.ipynb #460a3008
 class _NumberAnswers(RegressorMixin, _Answers):
     "The same with numbers."
+    def predict(self, X: Any) -> np.ndarray: return _flat(self.scores)
+
+# %% ../../nbs/machines/00_estimators.ipynb #3ab0c2c7
+def _flat(A: np.ndarray) -> np.ndarray: # n, or n × c
+    "One column as a vector, several as they are."
+    return A[:, 0] if A.shape[1] == 1 else A
 
 # %% ../../nbs/machines/00_estimators.ipynb #0313f4e2
-def _scored(scoring: Any, # name or function of scikit-learn
-            mean: np.ndarray, # c
-            classes: np.ndarray | None, # None: regression
-           ) -> ErrorMetric:
-    "A scorer as an error: the smaller the better."
+def _scored(scoring: Any, mean: np.ndarray, classes: np.ndarray | None) -> ErrorMetric:
+    "A scorer as an error: the smaller the better. Without classes: regression."
     scorer = get_scorer(scoring) if isinstance(scoring, str) else scoring
-    def error(F: torch.Tensor, Y: torch.Tensor) -> float:
+    def error(F: Tensor, Y: Tensor) -> float:
         S, T = (A.cpu().double().numpy() + mean for A in (F, Y))
         rows = np.zeros((len(S), 1))
-        if classes is None:
-            return -float(scorer(_NumberAnswers(S), rows, T[:, 0] if T.shape[1] == 1 else T))
+        if classes is None: return -float(scorer(_NumberAnswers(S), rows, _flat(T)))
         return -float(scorer(_LabelAnswers(S, classes), rows, classes[T.argmax(1)]))
     return error
 
@@ -413,53 +460,69 @@ def _plain_value(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 # %% ../../nbs/machines/00_estimators.ipynb #7f15d282
-def _meta(est: "_Saved", labels: np.ndarray) -> np.ndarray: # bytes of JSON
-    "All that is not an array, as text."
-    params = est.get_params(deep=False) | dict(kernel=_kernel_to_json(est.kernel))
-    names = list(getattr(est, "feature_names_in_", []))
-    meta = dict(kind=type(est).__name__, params=params, history=est.rfm_.history,
-                kernel=kernel_spec(est.rfm_.fitted_kernel), best_iter=est.rfm_.best_iter,
-                ridge=est.rfm_.fitted_ridge, n_iter=est.n_iter_, n_features=est.n_features_in_,
-                encoding=asdict(est.encoding_), names=names, flat=getattr(est, "flat_", False),
-                sharpness=getattr(est, "sharpness_", None), many=getattr(est, "multilabel_", False),
+def _plain_facts(est: "_Saved", labels: np.ndarray) -> dict[str, Any]:
+    "All that is not an array."
+    m, params = est.rfm_, est.get_params(deep=False)
+    return dict(kind=type(est).__name__, params=params | dict(kernel=_kernel_to_json(est.kernel)),
+                history=m.history, kernel=kernel_spec(m.fitted_kernel), best_iter=m.best_iter,
+                ridge=m.fitted_ridge, n_iter=est.n_iter_, n_features=est.n_features_in_,
+                encoding=asdict(est.encoding_), names=list(getattr(est, "feature_names_in_", [])),
+                flat=getattr(est, "flat_", False), sharpness=getattr(est, "sharpness_", None),
+                many=getattr(est, "multilabel_", False),
                 labels=labels.tolist() if labels.dtype == object else None)
+
+# %% ../../nbs/machines/00_estimators.ipynb #5c9d2615
+def _json_bytes(facts: dict[str, Any]) -> np.ndarray:
+    "JSON text as an array of bytes."
     try:
-        text = json.dumps(meta, default=_plain_value)
+        text = json.dumps(facts, default=_plain_value)
     except TypeError as e:
         raise ValueError(f"cannot be saved without pickle: {e}; use names for update and keep, "
                          "numbers or strings for labels and random_state") from None
     return np.frombuffer(text.encode(), np.uint8)
 
 # %% ../../nbs/machines/00_estimators.ipynb #8653e1d3
-def _pack(est: "_Saved") -> dict[str, np.ndarray]:
+_Arrays = dict[str, np.ndarray]
+
+def _pack(est: "_Saved") -> _Arrays:
     "Arrays of a fitted estimator, and one of JSON text."
     check_is_fitted(est)
     labels = getattr(est, "classes_", np.zeros(0))
-    p = est.rfm_.predictor
-    parts = {k: getattr(p, k).cpu().numpy() for k in ("X", "alpha", "W")}
-    return dict(parts, meta=_meta(est, labels), M=est.M_, mean=est.mean_,
+    parts = {k: getattr(est.rfm_.predictor, k).cpu().numpy() for k in ("X", "alpha", "W")}
+    return dict(parts, meta=_json_bytes(_plain_facts(est, labels)), M=est.M_, mean=est.mean_,
                 importances=est.feature_importances_,
                 classes=np.zeros(0) if labels.dtype == object else labels)
 
 # %% ../../nbs/machines/00_estimators.ipynb #95eed724
-def _unpack(est: "_Saved", z: dict[str, np.ndarray], meta: dict[str, Any]) -> "_Saved":
+def _unpack(est: "_Saved", z: _Arrays, meta: dict[str, Any]) -> "_Saved":
     "Fill an estimator from the arrays of a file."
-    tensor = lambda k: torch.as_tensor(z[k]).to(device_of(est.device))
-    m = est.rfm_ = RFM(kernel=kernel_of(meta["kernel"]))
-    m.predictor = Predictor(m.kernel, tensor("X"), tensor("W"), tensor("alpha"))
-    m.fitted_kernel, m.history, m.best_iter = m.kernel, meta["history"], meta["best_iter"]
-    m.M, m.alpha, m.fitted_ridge = tensor("M"), m.predictor.alpha, meta["ridge"]
+    where = device_of(est.device)
+    tensors = {k: torch.as_tensor(z[k]).to(where) for k in ("X", "W", "alpha", "M")}
+    est.rfm_ = _restored_machine(tensors, meta)
     est.M_, est.mean_, est.feature_importances_ = z["M"], z["mean"], z["importances"]
     est.n_features_in_, est.n_iter_ = meta["n_features"], meta["n_iter"]
-    kept = meta["encoding"]
-    est.encoding_ = Encoding(**kept | {k: np.array(kept[k]) for k in ("mean", "scale")})
+    est.encoding_ = _restored_encoding(meta["encoding"])
     if meta["names"]:
         est.feature_names_in_ = np.array(meta["names"], dtype=object)
     _restore_targets(est, z, meta)
     return est
 
+# %% ../../nbs/machines/00_estimators.ipynb #6720200f
+def _restored_machine(t: dict[str, Tensor], meta: dict[str, Any]) -> RFM:
+    "A machine that can predict."
+    m = RFM(kernel=kernel_of(meta["kernel"]))
+    m.predictor = Predictor(m.kernel, t["X"], t["W"], t["alpha"])
+    m.fitted_kernel, m.history, m.best_iter = m.kernel, meta["history"], meta["best_iter"]
+    m.M, m.alpha, m.fitted_ridge = t["M"], m.predictor.alpha, meta["ridge"]
+    return m
+
+# %% ../../nbs/machines/00_estimators.ipynb #f6ad43c8
+def _restored_encoding(kept: dict[str, Any]) -> Encoding:
+    "The encoding, its lists of numbers as arrays."
+    return Encoding(**kept | {k: np.array(kept[k]) for k in ("mean", "scale")})
+
 # %% ../../nbs/machines/00_estimators.ipynb #c6e018d6
-def _restore_targets(est: Any, z: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+def _restore_targets(est: Any, z: _Arrays, meta: dict[str, Any]) -> None:
     "What is known of the targets: the classes, or whether they were a vector."
     if not isinstance(est, ClassifierMixin):
         est.flat_ = meta["flat"]
@@ -468,38 +531,49 @@ def _restore_targets(est: Any, z: dict[str, np.ndarray], meta: dict[str, Any]) -
     est.sharpness_, est.multilabel_ = meta["sharpness"], meta["many"]
     est.classes_ = z["classes"] if stored is None else np.array(stored, dtype=object)
 
+# %% ../../nbs/machines/00_estimators.ipynb #bade0ef2
+def _check_names(est: "_Saved", given: np.ndarray) -> None:
+    "Raise if these are not the names of the columns."
+    d, known = est.n_features_in_, getattr(est, "feature_names_in_", None)
+    if len(given) != d:
+        raise ValueError("input_features should have length equal to number of features "
+                         f"({d}), got {len(given)}")
+    if known is not None and not np.array_equal(given, known):
+        raise ValueError("input_features is not equal to feature_names_in_")
+
+# %% ../../nbs/machines/00_estimators.ipynb #48a50302
+def _renamed(est: "_Saved", given: np.ndarray) -> list[str]:
+    "The names of the rows of `M_`, when the columns have other names."
+    e, old = est.encoding_, _names(est)
+    return [f"{given[j]}{name.removeprefix(old[j])}" for name, j in zip(e.names, e.groups)]
+
 # %% ../../nbs/machines/00_estimators.ipynb #2532eaaf
 class _Saved(TransformerMixin, _Machine):
     "Names, saving, loading."
-    def get_feature_names_out(self,
-                              input_features=None, # names to return, if they are the right ones
-                             ) -> np.ndarray: # d names
+    def get_feature_names_out(
+        self,
+        input_features=None, # names to return, if they are the right ones
+    ) -> np.ndarray: # d names
         "The names of the rows of `M_`: of the columns, and of the levels of categories."
         check_is_fitted(self)
-        e, d = self.encoding_, self.n_features_in_
-        if input_features is None: return np.array(e.names, dtype=object)
+        if input_features is None: return np.array(self.encoding_.names, dtype=object)
         given = np.asarray(input_features, dtype=object)
-        if len(given) != d:
-            raise ValueError("input_features should have length equal to number of features "
-                             f"({d}), got {len(given)}")
-        known = getattr(self, "feature_names_in_", None)
-        if known is not None and not np.array_equal(given, known):
-            raise ValueError("input_features is not equal to feature_names_in_")
-        more = [name.removeprefix(_names(self)[j]) for name, j in zip(e.names, e.groups)]
-        return np.array([f"{given[j]}{part}" for j, part in zip(e.groups, more)], dtype=object)
+        _check_names(self, given)
+        return np.array(_renamed(self, given), dtype=object)
 
-    def transform(self,
-                  X, # m × d
-                 ) -> np.ndarray: # m × k, a column for each row of M_
+    def transform(
+        self,
+        X, # m × d
+    ) -> np.ndarray: # m × k, a column for each row of M_
         "X W with W = M^½: the coordinates in which the machine measures distances."
-        check_is_fitted(self)
-        Z = encode(self.encoding_, _table(self, X, reset=False))
+        Z = _encoded(self, X)
         W = self.rfm_.predictor.W.cpu().numpy().astype(Z.dtype)
         return Z * W if W.ndim == 1 else Z @ W
 
-    def save(self,
-             path: str | Path, # of the .npz file; its folder is made if need be
-            ) -> None:
+    def save(
+        self,
+        path: str | Path, # of the .npz file; its folder is made if need be
+    ) -> None:
         "Write the fitted estimator to one .npz file, without pickle."
         out = io.BytesIO()
         arrays: Any = _pack(self)
@@ -507,10 +581,11 @@ class _Saved(TransformerMixin, _Machine):
         write_atomic(path, out.getvalue())
 
     @classmethod
-    def load(cls,
-             path: str | Path, # a file that `save` wrote
-             device: str | None = None, # where to compute instead of the device in the file
-            ) -> "_Saved":
+    def load(
+        cls,
+        path: str | Path, # a file that `save` wrote
+        device: str | None = None, # where to compute instead of the device in the file
+    ) -> "_Saved":
         "An estimator from a file that `save` wrote."
         return _load(cls, path, device)
 
@@ -519,31 +594,42 @@ def _load(cls: type["_Saved"], path: str | Path, where: str | None) -> "_Saved":
     "The estimator in a file; any other file is refused."
     z, meta = _read(cls, path)
     params = meta["params"]
-    place = params["device"] if where is None else where
-    try:
-        device_of(place)
-    except ValueError as e:
-        raise ValueError(f"{e}: load(path, device='cpu')") from None
+    place = _present_device(params["device"] if where is None else where)
     try:
         kernel = _kernel_from_json(params["kernel"])
         return _unpack(cls(**params | dict(kernel=kernel, device=place)), z, meta)
     except (TypeError, KeyError, RuntimeError) as e:
         raise _not_ours(cls, path, e) from None
 
-# %% ../../nbs/machines/00_estimators.ipynb #3ec8bd69
+# %% ../../nbs/machines/00_estimators.ipynb #8fb1b88c
+def _present_device(name: str) -> str:
+    "The name of a device, if there is one here."
+    try:
+        device_of(name)
+    except ValueError as e:
+        raise ValueError(f"{e}: load(path, device='cpu')") from None
+    return name
+
+# %% ../../nbs/machines/00_estimators.ipynb #b7805c15
+_Stored = tuple[_Arrays, dict[str, Any]] # what is an array, and the rest
 _DAMAGED = (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
-def _read(cls: type, path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    "Arrays and text of a file, if it holds an estimator of this kind."
+def _arrays_and_text(path: str | Path) -> _Stored:
+    "The two parts of a file; one of the errors above if it has not got them."
+    with open(path, "rb") as f:
+        z = dict(np.load(f, allow_pickle=False))
+    return z, json.loads(z["meta"].tobytes())
+
+# %% ../../nbs/machines/00_estimators.ipynb #3ec8bd69
+def _read(cls: type, path: str | Path) -> _Stored:
+    "What a file holds, if it is an estimator of this kind."
     try:
-        with open(path, "rb") as f:
-            z = dict(np.load(f, allow_pickle=False))
-        meta = json.loads(z["meta"].tobytes())
+        z, meta = _arrays_and_text(path)
         kind, _ = meta["kind"], meta["params"]
     except _DAMAGED as e:
         raise _not_ours(cls, path, e) from None
-    if kind != cls.__name__: raise ValueError(f"the file holds a {kind}: use {kind}.load")
-    return z, meta
+    if kind == cls.__name__: return z, meta
+    raise ValueError(f"the file holds a {kind}: use {kind}.load")
 
 # %% ../../nbs/machines/00_estimators.ipynb #36228f8d
 def _not_ours(cls: type, path: str | Path, e: Exception) -> ValueError:
@@ -554,40 +640,32 @@ def _not_ours(cls: type, path: str | Path, e: Exception) -> ValueError:
 # %% ../../nbs/machines/00_estimators.ipynb #4b8754c0
 class RFMRegressor(RegressorMixin, _Saved):
     "Kernel regression that learns its features; one or several outputs."
-    def fit(self,
-            X, # n × d: frame, array, tensor, sparse matrix
-            y, # n, or n × c
-            sample_weight=None, # n: how often each row counts
-            eval_set=None, # (X, y): rows that choose the iterate
-           ) -> "RFMRegressor":
+    def fit(
+        self,
+        X, # n × d: frame, array, tensor, sparse matrix
+        y, # n, or n × c
+        sample_weight=None, # n: how often each row counts
+        eval_set=None, # (X, y): rows that choose the iterate
+    ) -> "RFMRegressor":
         "Learn from numbers."
         if self.class_weight is not None:
             raise ValueError("class_weight is for classes: use sample_weight")
-        X, y = self._rows(X, y, reset=True)
+        X, y = _number_rows(self, X, y, reset=True)
         self.flat_ = y.ndim == 1
-        Y = y.reshape(len(y), -1)
-        w = _weights_of(self, X, sample_weight)
+        Y, w = _as_columns(y), _weights_of(X, sample_weight)
         val = None
         if eval_set is not None:
-            V, v = self._rows(eval_set[0], eval_set[1], reset=False)
-            val = V, v.reshape(len(v), -1)
+            V, v = _number_rows(self, eval_set[0], eval_set[1], reset=False)
+            val = V, _as_columns(v)
         mean = np.average(Y, axis=0, weights=w)
         metric = None if self.scoring is None else _scored(self.scoring, mean, None)
         _fit_machine(self, X, Y, w, metric, val)
         return self
 
-    def _rows(self, X: Any, y: Any, reset: bool) -> tuple[Any, np.ndarray]: # table, targets
-        "Inputs and targets, checked."
-        if y is None:
-            raise ValueError("RFMRegressor requires y to be passed, but the target y is None")
-        X = _table(self, X, reset)
-        y = check_array(_array(y), ensure_2d=False, dtype=np.float64, input_name="y")
-        check_consistent_length(X, y)
-        return X, y
-
-    def predict(self,
-                X, # m × d: frame, array, tensor, sparse matrix
-               ) -> np.ndarray: # m, or m × c
+    def predict(
+        self,
+        X, # m × d: frame, array, tensor, sparse matrix
+    ) -> np.ndarray: # m, or m × c
         "Predicted numbers."
         F = _scores(self, X)
         return F[:, 0] if self.flat_ else F
@@ -597,29 +675,50 @@ class RFMRegressor(RegressorMixin, _Saved):
         tags.target_tags.multi_output = True
         return tags
 
+# %% ../../nbs/machines/00_estimators.ipynb #11d57f6c
+def _number_rows(est: RFMRegressor, X: Any, y: Any, reset: bool) -> tuple[Any, np.ndarray]:
+    "Inputs and targets, checked."
+    if y is None:
+        raise ValueError("RFMRegressor requires y to be passed, but the target y is None")
+    X = _table(est, X, reset)
+    y = check_array(_array(y), ensure_2d=False, dtype=np.float64, input_name="y")
+    check_consistent_length(X, y)
+    return X, y
+
+# %% ../../nbs/machines/00_estimators.ipynb #a05838d9
+def _as_columns(y: np.ndarray) -> np.ndarray: # n × c
+    "Targets as a matrix, a vector as one column."
+    return y.reshape(len(y), -1)
+
 # %% ../../nbs/machines/00_estimators.ipynb #c54013d8
-def importance_intervals(est: _Saved, # an estimator with its parameters; fitted or not
-                         X, # n × d
-                         y, # n
-                         rounds: int = 20, # halves that are drawn
-                         level: float = .9, # share of them inside
-                         seed: int = 0, # of the halves
-                        ) -> pd.DataFrame: # one row a column of X: importance, low, high
+def importance_intervals(
+    est: _Saved, # an estimator with its parameters; fitted or not
+    X, # n × d
+    y, # n
+    rounds: int = 20, # halves that are drawn
+    level: float = .9, # share of them inside
+    seed: int = 0, # of the halves
+) -> pd.DataFrame: # one row a column of X: importance, low, high
     "Importances on all rows, and their range over random halves."
-    rng = np.random.default_rng(seed)
-    pick = lambda A, rows: A.iloc[rows] if hasattr(A, "iloc") else A[rows]
     X, y = (A if hasattr(A, "iloc") else np.asarray(_array(A)) for A in (X, y))
     whole = clone(est).fit(X, y)
-    halves = [rng.permutation(len(X))[:len(X) // 2] for _ in range(rounds)]
-    seen = [clone(est).fit(pick(X, h), pick(y, h)).feature_importances_ for h in halves]
+    seen = _on_halves(est, X, y, rounds, np.random.default_rng(seed))
     low, high = np.quantile(seen, [(1 - level) / 2, (1 + level) / 2], axis=0)
     found = dict(importance=whole.feature_importances_, low=low, high=high)
     return pd.DataFrame(found, index=_names(whole))
 
+# %% ../../nbs/machines/00_estimators.ipynb #27f21b8d
+def _on_halves(est: _Saved, X: Any, y: Any, rounds: int, rng: Any) -> list[np.ndarray]:
+    "Importances on random halves of the rows."
+    pick = lambda A, rows: A.iloc[rows] if hasattr(A, "iloc") else A[rows]
+    halves = [rng.permutation(len(X))[:len(X) // 2] for _ in range(rounds)]
+    return [clone(est).fit(pick(X, h), pick(y, h)).feature_importances_ for h in halves]
+
 # %% ../../nbs/machines/00_estimators.ipynb #d59e6f43
-def plot_metric(est: _Saved, # fitted
-                most: int = 12, # inputs that are shown
-               ) -> Any: # a matplotlib figure
+def plot_metric(
+    est: _Saved, # fitted
+    most: int = 12, # inputs that are shown
+) -> Any: # a matplotlib figure
     "The part of M with the largest diagonal, each input with its name."
     from fact_nb.figures import heatmaps
     M = np.diag(est.M_) if est.M_.ndim == 1 else est.M_
@@ -631,41 +730,45 @@ def plot_metric(est: _Saved, # fitted
     return fig
 
 # %% ../../nbs/machines/00_estimators.ipynb #6c21daa9
-def as_probability(S: np.ndarray, # m × c scores
-                   sharpness: float = 6., # a
-                  ) -> np.ndarray: # m × c, rows sum to 1
+def as_probability(
+    S: np.ndarray, # m × c scores
+    sharpness: float = 6., # a
+) -> np.ndarray: # m × c, rows sum to 1
     "Scores to probabilities: positive, increasing in each score, normalised."
     return softmax(sharpness * np.asarray(S, dtype=np.float64), axis=1)
 
 # %% ../../nbs/machines/00_estimators.ipynb #e2a2b960
 @torch.no_grad()
-def left_out_scores(m: RFM, # fitted
-                    Y: torch.Tensor, # n × c, without their mean
-                    w: torch.Tensor | None = None, # n sample weights
-                    most: int = 2000, # rows
-                   ) -> tuple[torch.Tensor, ...] | None: # scores, targets, counts
+def left_out_scores(
+    m: RFM, # fitted
+    Y: Tensor, # n × c, without their mean
+    w: Tensor | None = None, # n sample weights
+    most: int = 2000, # rows
+) -> tuple[Tensor, ...] | None: # scores, targets, counts
     "Leave-one-out predictions at the learned metric; None where there are none."
-    p = m.predictor
-    some = torch.randperm(len(Y), generator=torch.Generator().manual_seed(m.seed))[:most]
-    some = some.to(p.X.device)
-    X, Y, w = distinct_rows(p.X[some], Y[some], None if w is None else w[some])
-    Z = X * p.W.to(X) if p.W.ndim == 1 else X @ p.W.to(X)
-    K = m.fitted_kernel(Z.float() if len(Z) > 512 else Z, mirror=False)
-    if w is not None:
-        w = w.to(K)
-        u = w.sqrt()[:, None]
-        K.mul_(u).mul_(u.T)
-    seen = evidence(K, max(m.fitted_ridge, 1e-6), Y.to(K), w)
+    some = random_order(len(Y), m.seed)[:most].to(m.predictor.X.device)
+    X, Y, w = distinct_rows(m.predictor.X[some], Y[some], None if w is None else w[some])
+    K = _fitted_matrix(m, X)
+    w = None if w is None else w.to(K)
+    seen = evidence(weigh_(K, w), max(m.fitted_ridge, 1e-6), Y.to(K), w)
     if seen is None: return None
     often = torch.ones(len(Y)).to(K) if w is None else w
     D = often * diagonal_of_inverse(seen.factor)
     return Y - seen.alpha.to(Y) / D.to(Y)[:, None], Y, often
 
+# %% ../../nbs/machines/00_estimators.ipynb #03a29152
+def _fitted_matrix(m: RFM, X: Tensor) -> Tensor: # n × n, upper triangle
+    "The kernel of rows in the learned metric; of many in single precision."
+    W = m.predictor.W.to(X)
+    Z = X * W if W.ndim == 1 else X @ W
+    return m.fitted_kernel(Z.float() if len(Z) > 512 else Z, mirror=False)
+
 # %% ../../nbs/machines/00_estimators.ipynb #cb5be871
-def sharpness_of(S: np.ndarray, # n × c scores of rows that were left out
-                 Y: np.ndarray, # n × c one-hot
-                 w: np.ndarray, # n: how often each row counts
-                ) -> float: # between 1 and 60
+def sharpness_of(
+    S: np.ndarray, # n × c scores of rows that were left out
+    Y: np.ndarray, # n × c one-hot
+    w: np.ndarray, # n: how often each row counts
+) -> float: # between 1 and 60
     "The a under which the labels are most probable: there the expected score is the true one."
     true = (S * Y).sum(1)
     def excess(a: float) -> float: return float(w @ ((as_probability(S, a) * S).sum(1) - true))
@@ -683,91 +786,49 @@ def _plain(y: Any) -> Any:
 # %% ../../nbs/machines/00_estimators.ipynb #8d89e18c
 class RFMClassifier(ClassifierMixin, _Saved):
     "A classifier that learns its features: kernel regression of one-hot labels."
-    def fit(self,
-            X, # n × d: frame, array, tensor, sparse matrix
-            y, # n labels of any kind that can be compared; n × c zeros and ones for several a row
-            sample_weight=None, # n: how often each row counts
-            eval_set=None, # (X, y): rows that choose the iterate
-           ) -> "RFMClassifier":
+    def fit(
+        self,
+        X, # n × d: frame, array, tensor, sparse matrix
+        y, # n labels of any kind that can be compared; n × c zeros and ones for several a row
+        sample_weight=None, # n: how often each row counts
+        eval_set=None, # (X, y): rows that choose the iterate
+    ) -> "RFMClassifier":
         "Learn from labels."
         X = _table(self, X, reset=True)
-        y = self._labels(X, y)
+        y = _labels(X, y)
         self.multilabel_ = y.ndim == 2
         self.classes_ = np.arange(y.shape[1]) if self.multilabel_ else np.unique(y)
-        w = _weights_of(self, X, sample_weight)
-        if self.class_weight is not None:
-            by_class = compute_sample_weight(self.class_weight, y)
-            w = by_class if w is None else w * by_class
+        w = _by_class(self, y, _weights_of(X, sample_weight))
         val = None
         if eval_set is not None:
             V = _table(self, eval_set[0], reset=False)
-            val = V, self._hot(self._labels(V, eval_set[1]))
-        Y = self._hot(y)
-        _fit_machine(self, X, Y, w, self._metric(Y, w), val)
-        self.sharpness_ = self._calibrated(Y, w)
+            val = V, _hot(self, _labels(V, eval_set[1]))
+        Y = _hot(self, y)
+        _fit_machine(self, X, Y, w, _label_metric(self, Y, w), val)
+        self.sharpness_ = _calibrated(self, Y, w)
         return self
 
-    def _labels(self, X: Any, y: Any) -> np.ndarray: # n, or n × c
-        "Labels, checked."
-        if y is None:
-            raise ValueError("RFMClassifier requires y to be passed, but the target y is None")
-        y = _plain(_array(y))
-        check_classification_targets(y)
-        if type_of_target(y) == "multilabel-indicator":
-            y = y.toarray() if issparse(y) else np.asarray(y)
-        else:
-            y = column_or_1d(y, warn=True)
-            check_array(y, ensure_2d=False, dtype=None, input_name="y")
-        check_consistent_length(X, y)
-        return y
-
-    def _hot(self, y: np.ndarray) -> np.ndarray: # n × c
-        "Labels as rows of zeros and ones."
-        if self.multilabel_: return y.astype(np.float64)
-        unknown = np.setdiff1d(y, self.classes_)
-        if len(unknown):
-            raise ValueError(f"eval_set has the label {unknown[0]!r}, training rows do not")
-        return np.eye(len(self.classes_))[np.searchsorted(self.classes_, y)]
-
-    def _metric(self, Y: np.ndarray, w: np.ndarray | None) -> ErrorMetric | None:
-        "The error of a prediction."
-        mean = np.average(Y, axis=0, weights=w)
-        if self.scoring is not None and not self.multilabel_:
-            return _scored(self.scoring, mean, self.classes_)
-        return None if self.multilabel_ else partial(_wrong_labels, mean=torch.tensor(mean))
-
-    def _calibrated(self, Y: np.ndarray, w: np.ndarray | None) -> float:
-        "The sharpness of the probabilities, from scores of rows that were left out."
-        m, kept = self.rfm_, slice(None) if w is None else w > 0
-        if Y.shape[1] < 2 or self.multilabel_: return 6.
-        if isinstance(m, LargeFit):
-            S, hot = (A.double().numpy() + self.mean_ for A in m.left_out)
-            return sharpness_of(S, hot, np.ones(len(S)))
-        T = torch.as_tensor(Y[kept] - self.mean_).to(m.predictor.X)
-        counts = None if w is None else torch.as_tensor(w[kept]).to(T)
-        found = left_out_scores(m, T, counts)
-        if found is None: return 6.
-        S, hot, often = (A.cpu().double().numpy() for A in found)
-        return sharpness_of(S + self.mean_, hot + self.mean_, often)
-
-    def decision_function(self,
-                          X, # m × d: frame, array, tensor, sparse matrix
-                         ) -> np.ndarray: # m for two classes, else m × c
+    def decision_function(
+        self,
+        X, # m × d: frame, array, tensor, sparse matrix
+    ) -> np.ndarray: # m for two classes, else m × c
         "Scores; for two classes the second's minus the first's."
         S = _scores(self, X)
         if self.multilabel_: return S - .5
         return S[:, 1] - S[:, 0] if S.shape[1] == 2 else S
 
-    def predict(self,
-                X, # m × d: frame, array, tensor, sparse matrix
-               ) -> np.ndarray: # m labels, or m × c zeros and ones
+    def predict(
+        self,
+        X, # m × d: frame, array, tensor, sparse matrix
+    ) -> np.ndarray: # m labels, or m × c zeros and ones
         "The label with the largest score; every label above one half where there are several."
         S = _scores(self, X)
         return (S > .5).astype(int) if self.multilabel_ else self.classes_[S.argmax(1)]
 
-    def predict_proba(self,
-                      X, # m × d: frame, array, tensor, sparse matrix
-                     ) -> np.ndarray: # m × c
+    def predict_proba(
+        self,
+        X, # m × d: frame, array, tensor, sparse matrix
+    ) -> np.ndarray: # m × c
         "Scores as probabilities, columns in the order of `classes_`."
         S = _scores(self, X)
         if self.multilabel_: return 1 / (1 + np.exp(-2 * self.sharpness_ * (S - .5)))
@@ -777,3 +838,72 @@ class RFMClassifier(ClassifierMixin, _Saved):
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_label = True
         return tags
+
+# %% ../../nbs/machines/00_estimators.ipynb #575dcab8
+def _labels(X: Any, y: Any) -> np.ndarray: # n, or n × c
+    "Labels, checked."
+    if y is None:
+        raise ValueError("RFMClassifier requires y to be passed, but the target y is None")
+    y = _plain(_array(y))
+    check_classification_targets(y)
+    y = _indicators(y) if type_of_target(y) == "multilabel-indicator" else _label_column(y)
+    check_consistent_length(X, y)
+    return y
+
+# %% ../../nbs/machines/00_estimators.ipynb #72dfd60e
+def _indicators(y: Any) -> np.ndarray: # n × c
+    "Several labels a row, as a dense matrix."
+    return y.toarray() if issparse(y) else np.asarray(y)
+
+# %% ../../nbs/machines/00_estimators.ipynb #95820395
+def _label_column(y: Any) -> np.ndarray: # n
+    "One label a row."
+    y = column_or_1d(y, warn=True)
+    check_array(y, ensure_2d=False, dtype=None, input_name="y")
+    return y
+
+# %% ../../nbs/machines/00_estimators.ipynb #f7715ade
+def _hot(est: RFMClassifier, y: np.ndarray) -> np.ndarray: # n × c
+    "Labels as rows of zeros and ones."
+    if est.multilabel_: return y.astype(np.float64)
+    unknown = np.setdiff1d(y, est.classes_)
+    if len(unknown):
+        raise ValueError(f"eval_set has the label {unknown[0]!r}, training rows do not")
+    return np.eye(len(est.classes_))[np.searchsorted(est.classes_, y)]
+
+# %% ../../nbs/machines/00_estimators.ipynb #3fbf5748
+def _by_class(est: RFMClassifier, y: np.ndarray, w: np.ndarray | None) -> np.ndarray | None: # n
+    "Weights of the rows with those of their classes."
+    if est.class_weight is None: return w
+    by_class = compute_sample_weight(est.class_weight, y)
+    return by_class if w is None else w * by_class
+
+# %% ../../nbs/machines/00_estimators.ipynb #98fcbe8f
+def _label_metric(est: RFMClassifier, Y: np.ndarray, w: np.ndarray | None) -> ErrorMetric | None:
+    "The error of a prediction; None: mean squares."
+    if est.multilabel_: return None
+    mean = np.average(Y, axis=0, weights=w)
+    if est.scoring is not None: return _scored(est.scoring, mean, est.classes_)
+    return partial(_wrong_labels, mean=torch.tensor(mean))
+
+# %% ../../nbs/machines/00_estimators.ipynb #9ace7182
+def _calibrated(est: RFMClassifier, Y: np.ndarray, w: np.ndarray | None) -> float:
+    "The sharpness of the probabilities."
+    if Y.shape[1] < 2 or est.multilabel_: return 6.
+    found = _left_out(est, Y, w)
+    if found is None: return 6.
+    S, hot, often = found
+    return sharpness_of(S + est.mean_, hot + est.mean_, often)
+
+# %% ../../nbs/machines/00_estimators.ipynb #c5aabbd0
+def _left_out(est: RFMClassifier, Y: np.ndarray,
+              w: np.ndarray | None) -> tuple[np.ndarray, ...] | None: # scores, targets, counts
+    "What rows would get from a machine that has not seen them."
+    m = est.rfm_
+    if isinstance(m, LargeFit):
+        S, hot = (A.double().numpy() for A in m.left_out)
+        return S, hot, np.ones(len(S))
+    kept = slice(None) if w is None else w > 0
+    T = torch.as_tensor(Y[kept] - est.mean_).to(m.predictor.X)
+    found = left_out_scores(m, T, None if w is None else torch.as_tensor(w[kept]).to(T))
+    return None if found is None else tuple(A.cpu().double().numpy() for A in found)

@@ -14,70 +14,91 @@ from typing import Any, Sequence
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import infer_dtype, is_datetime64_any_dtype
+from pandas.api.types import is_numeric_dtype, is_timedelta64_dtype
 
 # %% ../../nbs/machines/12_inputs.ipynb #3d0f6432
-def column_kind(column: pd.Series, # of any type
-               ) -> str: # "number", "category" or "date"
+def column_kind(
+    column: pd.Series, # of any type
+) -> str: # "number", "category" or "date"
     "What a column holds."
-    kind = column.dtype
-    if isinstance(kind, pd.CategoricalDtype): return "category"
-    if pd.api.types.is_datetime64_any_dtype(kind) or isinstance(kind, pd.PeriodDtype): return "date"
-    if pd.api.types.is_numeric_dtype(kind) or pd.api.types.is_timedelta64_dtype(kind):
-        return "number"
-    inferred = pd.api.types.infer_dtype(column, skipna=True)
-    if inferred in _NUMBERS: return "number"
-    if inferred in _DATES: return "date"
-    if inferred in _TEXTS: return "category"
+    return _kind_by_type(column.dtype) or _kind_by_values(column)
+
+# %% ../../nbs/machines/12_inputs.ipynb #8f30acc5
+def _kind_by_type(dtype: Any) -> str | None: # None: Python objects or text
+    "What the type of a column says by itself."
+    if isinstance(dtype, pd.CategoricalDtype): return "category"
+    if is_datetime64_any_dtype(dtype) or isinstance(dtype, pd.PeriodDtype): return "date"
+    return "number" if is_numeric_dtype(dtype) or is_timedelta64_dtype(dtype) else None
+
+# %% ../../nbs/machines/12_inputs.ipynb #b596994c
+_INFERRED = dict(
+    number=("integer", "floating", "mixed-integer-float", "boolean", "decimal", "timedelta"),
+    date=("datetime", "datetime64", "date", "period"),
+    category=("string", "categorical", "empty", "mixed-integer"),
+)
+
+# %% ../../nbs/machines/12_inputs.ipynb #020a4f2f
+def _kind_by_values(column: pd.Series) -> str:
+    "What the objects of a column are."
+    inferred = infer_dtype(column, skipna=True)
+    for kind, words in _INFERRED.items():
+        if inferred in words: return kind
     raise TypeError(f"column {column.name!r} holds {inferred} values: turn it into numbers, "
                     "text or dates, or drop it")
 
-# %% ../../nbs/machines/12_inputs.ipynb #b596994c
-_NUMBERS = ("integer", "floating", "mixed-integer-float", "boolean", "decimal", "timedelta")
-_DATES = ("datetime", "datetime64", "date", "period")
-_TEXTS = ("string", "categorical", "empty", "mixed-integer")
-
 # %% ../../nbs/machines/12_inputs.ipynb #5b7b915d
-def number_block(column: pd.Series, # numbers, booleans or lengths of time
-                ) -> np.ndarray: # n × 1
+def number_block(
+    column: pd.Series, # numbers, booleans or lengths of time
+) -> np.ndarray: # n × 1
     "Numbers, with nan for what is missing."
-    if pd.api.types.is_timedelta64_dtype(column.dtype):
+    if is_timedelta64_dtype(column.dtype):
         return (column.dt.total_seconds() / 86400).to_numpy(np.float64)[:, None]
     values = pd.to_numeric(column.astype(object).where(column.notna(), np.nan))
-    block = values.to_numpy(np.float64)[:, None]
-    if np.isinf(block).any():
-        raise ValueError(f"Input X contains infinity (column {column.name!r}): "
-                         "replace it, or drop those rows")
-    return block
+    return _not_endless(values.to_numpy(np.float64), column.name)[:, None]
+
+# %% ../../nbs/machines/12_inputs.ipynb #e3683ab0
+def _not_endless(values: np.ndarray, name: Any) -> np.ndarray:
+    "The values, if none of them is infinite."
+    if not np.isinf(values).any(): return values
+    raise ValueError(f"Input X contains infinity (column {name!r}): "
+                     "replace it, or drop those rows")
 
 # %% ../../nbs/machines/12_inputs.ipynb #dc5647af
 PERIODS = dict(year=365.2425, week=7., day=1.) # days
 
-def date_block(column: pd.Series, # dates, times or periods
-              ) -> np.ndarray: # n × 7
+def date_block(
+    column: pd.Series, # dates, times or periods
+) -> np.ndarray: # n × 7
     "Days since 1970, and cosine and sine on the circles of the year, the week and the day."
-    stamps = column.dt.to_timestamp() if isinstance(column.dtype, pd.PeriodDtype) else column
-    stamps = pd.to_datetime(stamps, utc=True)
-    days = ((stamps - pd.Timestamp(0, tz="utc")) / pd.Timedelta(days=1)).to_numpy(np.float64)
-    circles = []
-    for period in PERIODS.values():
-        angle = 2 * math.pi * days / period
-        circles += [np.cos(angle), np.sin(angle)]
+    days = _days_since_1970(column)
+    angles = [2 * math.pi * days / period for period in PERIODS.values()]
+    circles = [part(angle) for angle in angles for part in (np.cos, np.sin)]
     return np.stack([days, *circles], 1)
+
+# %% ../../nbs/machines/12_inputs.ipynb #0601ce7c
+def _days_since_1970(column: pd.Series) -> np.ndarray: # n; nan where there is no date
+    "Dates as days and parts of days, in universal time."
+    stamps = column.dt.to_timestamp() if isinstance(column.dtype, pd.PeriodDtype) else column
+    since = pd.to_datetime(stamps, utc=True) - pd.Timestamp(0, tz="utc")
+    return (since / pd.Timedelta(days=1)).to_numpy(np.float64)
 
 # %% ../../nbs/machines/12_inputs.ipynb #b9ae6087
 _GAP = "\0missing" # the level of a missing value
 
-def level_names(column: pd.Series, # of a category: text, or anything that has a name
-               ) -> np.ndarray: # n texts
+def level_names(
+    column: pd.Series, # of a category: text, or anything that has a name
+) -> np.ndarray: # n texts
     "The level of each row as text."
     texts = column.astype(object).where(column.notna(), _GAP)
     return np.array([v if isinstance(v, str) else str(v) for v in texts], dtype=object)
 
 # %% ../../nbs/machines/12_inputs.ipynb #073b28ac
-def frequent_levels(names: np.ndarray, # n texts
-                    w: np.ndarray, # n: how often each row counts
-                    most: int = 50, # levels
-                   ) -> list[str]:
+def frequent_levels(
+    names: np.ndarray, # n texts
+    w: np.ndarray, # n: how often each row counts
+    most: int = 50, # levels
+) -> list[str]:
     "The levels that get a column."
     counts = pd.Series(w).groupby(names).sum()
     often = counts[counts >= 2].sort_index().sort_values(ascending=False, kind="stable")
@@ -96,24 +117,35 @@ class Encoding:
     scale: np.ndarray = field(default_factory=lambda: np.ones(0)) # of the outputs
 
 # %% ../../nbs/machines/12_inputs.ipynb #df12710b
-def _block(e: Encoding, j: int, column: pd.Series) -> tuple[np.ndarray, list[str]]:
-    "The columns that one column becomes, and what is added to its name for each."
-    if e.kinds[j] == "date":
-        parts = [f"_{name}_{part}" for name in PERIODS for part in ("cos", "sin")]
-        return date_block(column), ["", *parts]
+_Block = tuple[np.ndarray, list[str]] # columns, and what is added to the name for each
+
+def _block(e: Encoding, j: int, column: pd.Series) -> _Block:
+    "The columns that one column becomes."
     if e.kinds[j] == "number": return number_block(column), [""]
-    levels, names = e.levels[str(j)], level_names(column)
-    hot = names[:, None] == np.array(levels, dtype=object).reshape(1, -1)
+    if e.kinds[j] == "category": return _level_block(e.levels[str(j)], column)
+    circles = [f"_{name}_{part}" for name in PERIODS for part in ("cos", "sin")]
+    return date_block(column), ["", *circles]
+
+# %% ../../nbs/machines/12_inputs.ipynb #e873f8c3
+def _level_block(levels: list[str], column: pd.Series) -> _Block:
+    "A column for each level, 1 in its rows; and what the levels are called."
+    hot = level_names(column)[:, None] == np.array(levels, dtype=object).reshape(1, -1)
     return hot.astype(np.float64), [f"_{name.removeprefix(chr(0))}" for name in levels]
 
 # %% ../../nbs/machines/12_inputs.ipynb #4e199b41
-def _blocks(e: Encoding, X: Any, names: Sequence[str]) -> tuple[np.ndarray, list[int], list[str]]:
-    "All columns side by side, with the column each came from and its name; gaps are nan."
+_Outputs = tuple[np.ndarray, list[int], list[str]] # columns, where each came from, their names
+
+def _blocks(e: Encoding, X: Any, names: Sequence[str]) -> _Outputs:
+    "All columns as numbers; gaps are nan."
     if isinstance(X, np.ndarray): return X, list(range(X.shape[1])), list(names)
-    made = [_block(e, j, X.iloc[:, j]) for j in range(X.shape[1])]
-    groups = [j for j, (block, _) in enumerate(made) for _ in range(block.shape[1])]
-    labels = [f"{names[j]}{more}" for j, (_, mores) in enumerate(made) for more in mores]
-    return np.hstack([block for block, _ in made]), groups, labels
+    return _side_by_side([_block(e, j, X.iloc[:, j]) for j in range(X.shape[1])], names)
+
+# %% ../../nbs/machines/12_inputs.ipynb #5b0e4a07
+def _side_by_side(made: list[_Block], names: Sequence[str]) -> _Outputs:
+    "The blocks of all columns as one."
+    parts = [(j, more) for j, (_, mores) in enumerate(made) for more in mores]
+    labels = [f"{names[j]}{more}" for j, more in parts]
+    return np.hstack([block for block, _ in made]), [j for j, _ in parts], labels
 
 # %% ../../nbs/machines/12_inputs.ipynb #0226c36c
 def _with_gaps(Z: np.ndarray, columns: list[int]) -> np.ndarray:
@@ -122,55 +154,62 @@ def _with_gaps(Z: np.ndarray, columns: list[int]) -> np.ndarray:
     return np.hstack([Z, np.isnan(Z[:, columns]).astype(Z.dtype)])
 
 # %% ../../nbs/machines/12_inputs.ipynb #6fd609a8
-def _scales(Z: np.ndarray, # n × k, nan where missing
-            w: np.ndarray, # n
-            shared: Sequence[Any], # k: columns with the same value share a scale
-           ) -> tuple[np.ndarray, np.ndarray]: # mean and scale of each column
-    "Weighted means, and roots of variances that are summed over columns that belong together."
+def _moments(Z: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]: # each k
+    "Weighted means and variances of the columns, over the rows that have a value."
     there = ~np.isnan(Z)
     total = np.maximum((w[:, None] * there).sum(0), 1e-300)
     mean = (w[:, None] * np.where(there, Z, 0)).sum(0) / total
     away = np.where(there, Z - mean, 0)
-    var = (w[:, None] * away**2).sum(0) / total
-    var[var <= 1e-20 * (1 + mean**2)] = 0               # constant up to rounding
+    return mean, (w[:, None] * away**2).sum(0) / total
+
+# %% ../../nbs/machines/12_inputs.ipynb #35fb60ec
+def _scales(mean: np.ndarray, var: np.ndarray, shared: Sequence[Any]) -> np.ndarray: # k
+    "Roots of variances that are summed over columns with the same value in `shared`."
+    var = np.where(var <= 1e-20 * (1 + mean**2), 0, var) # constant up to rounding
     together = pd.Series(var).groupby(pd.factorize(pd.Series(list(shared)))[0]).transform("sum")
-    return mean, np.sqrt(np.where(together > 0, together, 1.))
+    return np.sqrt(np.where(together > 0, together, 1.))
 
 # %% ../../nbs/machines/12_inputs.ipynb #f0421094
-def _shared(e: Encoding) -> list[Any]:
-    "Which outputs share a scale."
-    circle = lambda i: e.names[i].rsplit("_", 1)[0] if e.names[i].endswith(("_cos", "_sin")) else i
-    inside = lambda i: e.kinds[e.groups[i]] == "category" and not e.names[i].endswith("_is_missing")
-    return [("category", e.groups[i]) if inside(i) else (e.groups[i], circle(i))
-            for i in range(len(e.groups))]
+def _scale_group(e: Encoding, i: int) -> tuple[Any, Any]: # equal for outputs that share a scale
+    "The category that an output is a level of, or its column and circle."
+    column, name = e.groups[i], e.names[i]
+    level = e.kinds[column] == "category" and not name.endswith("_is_missing")
+    if level: return "category", column
+    return column, name.rsplit("_", 1)[0] if name.endswith(("_cos", "_sin")) else i
 
 # %% ../../nbs/machines/12_inputs.ipynb #5dc48a61
-def learn_encoding(X: Any, # n × d: array of numbers, or frame
-                   names: Sequence[str], # of the columns
-                   w: np.ndarray, # n: how often each row counts
-                   categorical: Sequence[int] = (), # columns that are categories whatever they hold
-                   scale: bool = True, # False: numbers stay as they are
-                  ) -> Encoding:
+def learn_encoding(
+    X: Any, # n × d: array of numbers, or frame
+    names: Sequence[str], # of the columns
+    w: np.ndarray, # n: how often each row counts
+    categorical: Sequence[int] = (), # columns that are categories whatever they hold
+    scale: bool = True, # False: numbers stay as they are
+) -> Encoding:
     "What this table needs."
-    if isinstance(X, np.ndarray) and len(categorical):
-        X = pd.DataFrame(X)
-    e = Encoding(["number"] * X.shape[1])
-    if isinstance(X, pd.DataFrame):
-        e.kinds = ["category" if j in categorical else column_kind(X.iloc[:, j])
-                   for j in range(X.shape[1])]
-        _learn_levels(e, X, names, w)
-    Z, e.groups, e.names = _blocks(e, X, names)
-    e.gaps = np.flatnonzero(np.isnan(Z[w > 0]).any(0)).tolist()
-    e.groups += [e.groups[i] for i in e.gaps]
-    e.names += [f"{e.names[i]}_is_missing" for i in e.gaps]
-    e.mean, e.scale = _scales(_with_gaps(Z, e.gaps), w, _shared(e))
+    X = _framed(X, len(categorical) > 0)
+    e = Encoding(_kinds(X, categorical))
+    _learn_levels(e, X, names, w)
+    Z = _learn_outputs(e, X, names, w)
+    e.mean, var = _moments(Z, w)
+    e.scale = _scales(e.mean, var, [_scale_group(e, i) for i in range(len(e.groups))])
     if not scale:
-        kept = [i for i, j in enumerate(e.groups) if e.kinds[j] == "number"]
-        e.mean[kept], e.scale[kept] = 0., 1.
+        _leave_numbers(e)
     return e
 
+# %% ../../nbs/machines/12_inputs.ipynb #ce989649
+def _framed(X: Any, categories: bool) -> Any:
+    "An array that holds categories as a frame; all else as it is."
+    return pd.DataFrame(X) if categories and isinstance(X, np.ndarray) else X
+
+# %% ../../nbs/machines/12_inputs.ipynb #240f20b7
+def _kinds(X: Any, categorical: Sequence[int]) -> list[str]:
+    "The kind of every column."
+    d = X.shape[1]
+    if not isinstance(X, pd.DataFrame): return ["number"] * d
+    return ["category" if j in categorical else column_kind(X.iloc[:, j]) for j in range(d)]
+
 # %% ../../nbs/machines/12_inputs.ipynb #0593851b
-def _learn_levels(e: Encoding, X: pd.DataFrame, names: Sequence[str], w: np.ndarray) -> None:
+def _learn_levels(e: Encoding, X: Any, names: Sequence[str], w: np.ndarray) -> None:
     "The levels of every category; one without any says so."
     for j, kind in enumerate(e.kinds):
         if kind != "category": continue
@@ -179,14 +218,28 @@ def _learn_levels(e: Encoding, X: pd.DataFrame, names: Sequence[str], w: np.ndar
         warnings.warn(f"column {names[j]!r} is left out: no value of it occurs twice",
                       UserWarning, stacklevel=5)
 
+# %% ../../nbs/machines/12_inputs.ipynb #96687309
+def _learn_outputs(e: Encoding, X: Any, names: Sequence[str], w: np.ndarray) -> np.ndarray: # n × k
+    "The matrix with its gaps; sets the groups and the names of its columns."
+    Z, e.groups, e.names = _blocks(e, X, names)
+    e.gaps = np.flatnonzero(np.isnan(Z[w > 0]).any(0)).tolist()
+    e.groups += [e.groups[i] for i in e.gaps]
+    e.names += [f"{e.names[i]}_is_missing" for i in e.gaps]
+    return _with_gaps(Z, e.gaps)
+
+# %% ../../nbs/machines/12_inputs.ipynb #6456bef4
+def _leave_numbers(e: Encoding) -> None:
+    "Numbers keep their own mean and scale."
+    kept = [i for i, j in enumerate(e.groups) if e.kinds[j] == "number"]
+    e.mean[kept], e.scale[kept] = 0., 1.
+
 # %% ../../nbs/machines/12_inputs.ipynb #76a67634
-def encode(e: Encoding, # from `learn_encoding`
-           X: Any, # m × d: array of numbers, or frame
-          ) -> np.ndarray: # m × k, without gaps
+def encode(
+    e: Encoding, # from `learn_encoding`
+    X: Any, # m × d: array of numbers, or frame
+) -> np.ndarray: # m × k, without gaps
     "The table as a matrix in the units of the training table."
-    if isinstance(X, np.ndarray) and "category" in e.kinds:
-        X = pd.DataFrame(X)
-    Z, groups, _ = _blocks(e, X, [""] * X.shape[1])
-    Z = _with_gaps(Z, e.gaps)
+    X = _framed(X, "category" in e.kinds)
+    Z = _with_gaps(_blocks(e, X, [""] * X.shape[1])[0], e.gaps)
     mean, scale = e.mean.astype(Z.dtype), e.scale.astype(Z.dtype)
     return (np.where(np.isnan(Z), mean, Z) - mean) / scale

@@ -24,17 +24,17 @@ from ..arguments import check_number, unframed
 from ..files import fingerprint, load_state, save_state
 from .direct import Solution, solve, sym_matmul
 from .gradients import Coefs, agop_core, centred, kernel_coefficients, fact_core
-from .kernels import Kernel, Laplace, as_points, evaluate_pairs, evaluate_both
-from .kernels import lacks_bandwidth, median_bandwidth, pairs
+from .kernels import Kernel, Laplace, as_numbers, as_points, evaluate_pairs
+from .kernels import evaluate_both, lacks_bandwidth, median_bandwidth, pairs
 from .selection import Criterion, ErrorMetric, EvidenceOf, Kept, LooOf, SeenFits
 from .selection import Selection, best_ridge, distinct_rows, error_of, held_out
-from .selection import strata_of
-from .selection import seen_from_plain, seen_to_plain, selection_rule
+from .selection import seen_from_plain, seen_to_plain, selection_rule, strata_of
 from .iterative import default_rank
-from .landmarks import solve_by_landmarks, steps_pay
+from .landmarks import rows_at_random, solve_by_landmarks, steps_pay
 from .packed import Packed, packed_room, solve_packed
-from .solvers import SOLVERS, SolverPlan, available_memory, memory_limit, noted
-from .solvers import plan_fit, plan_iterative, refines, solve_kernel
+from .solvers import SOLVERS, SolverPlan, available_memory, checked_bytes
+from .solvers import memory_limit, noted, plan_fit, plan_iterative, refines
+from .solvers import solve_kernel
 from .threads import one_core_each
 from .updates import UPDATES, UpdateRule, check_choice, effective_rank, objective
 from .updates import rescale, root_of, trace_of, update_rule
@@ -77,23 +77,41 @@ class Settings:
         return selection_rule(self.keep)
 
 # %% ../../nbs/machines/01_rfm.ipynb #965b023c
-def check_settings(s: Settings, # of a machine
-                  ) -> None:
+def check_settings(
+    s: Settings, # of a machine
+) -> None:
     "Raise on a choice that cannot be meant."
     for name in UPDATES:
         update_rule(name, s.geometric, s.negative, s.power, s.settle)
-    check_choice(s.normalize, "normalize", ("trace", "max", "median", None))
-    check_choice(s.diagonal, "diagonal", (False, True))
-    check_choice(s.solver, "solver", SOLVERS)
-    check_choice(s.refine, "refine", ("auto", True, False))
+    for name, known in _WORDS.items():
+        check_choice(getattr(s, name), name, known)
     selection_rule(s.keep)
     _check_numbers(s)
-    if not isinstance(s.kernel, Kernel):
-        raise TypeError("kernel must be a fact_nb.machines.kernels.Kernel such as "
-                        f"Gaussian(bandwidth=5.), not {s.kernel!r}")
-    if not (callable(s.metric) or s.metric in ("mse", "error")):
-        raise ValueError(f'metric must be "mse", "error" or a function, not {s.metric!r}')
+    _check_open_numbers(s)
+    _check_kernel(s.kernel)
+    _check_error_metric(s.metric)
     s.rule.check(s)
+
+# %% ../../nbs/machines/01_rfm.ipynb #04031044
+_WORDS: dict[str, tuple] = dict( # what a setting may be
+    normalize=("trace", "max", "median", None),
+    diagonal=(False, True),
+    solver=SOLVERS,
+    refine=("auto", True, False),
+)
+
+# %% ../../nbs/machines/01_rfm.ipynb #a6b09fff
+def _check_kernel(kernel: Any) -> None:
+    "Raise on a name, or anything else that is not a kernel."
+    if not isinstance(kernel, Kernel):
+        raise TypeError("kernel must be a fact_nb.machines.kernels.Kernel such as "
+                        f"Gaussian(bandwidth=5.), not {kernel!r}")
+
+# %% ../../nbs/machines/01_rfm.ipynb #81fe10e8
+def _check_error_metric(metric: Any) -> None:
+    "Raise unless the error to report has a known name, or is a function."
+    if not (callable(metric) or metric in ("mse", "error")):
+        raise ValueError(f'metric must be "mse", "error" or a function, not {metric!r}')
 
 # %% ../../nbs/machines/01_rfm.ipynb #93881d2e
 def _check_numbers(s: Settings) -> None:
@@ -101,18 +119,25 @@ def _check_numbers(s: Settings) -> None:
     check_number(s.iters, "iters", low=0, whole=True)
     check_number(s.tol, "tol", low=0)
     check_number(s.seed, "seed", whole=True)
-    if s.ridge is not None:
-        check_number(s.ridge, "ridge", low=0,
-                     advice="it is nλ, the number added to the diagonal, such as 1e-3")
-    if s.time_limit is not None:
-        check_number(s.time_limit, "time_limit", above=0, advice="give seconds, such as 60")
-    if s.holdout is not None:
-        check_number(s.holdout, "holdout", above=0, below=1,
-                     advice="it is a share of the rows, such as .2")
-    if s.patience is not None:
-        check_number(s.patience, "patience", low=1, whole=True)
+
+# %% ../../nbs/machines/01_rfm.ipynb #fdb569df
+def _check_open_numbers(s: Settings) -> None:
+    "The same for those that may be None."
+    of_ridge = "it is nλ, the number added to the diagonal, such as 1e-3"
+    _check_given(s, "ridge", low=0, advice=of_ridge)
+    _check_given(s, "time_limit", above=0, advice="give seconds, such as 60")
+    of_share = "it is a share of the rows, such as .2"
+    _check_given(s, "holdout", above=0, below=1, advice=of_share)
+    _check_given(s, "patience", low=1, whole=True)
     if s.memory is not None:
-        check_number(s.memory, "memory", above=0, advice="give bytes, such as memory=4e9 for 4 GB")
+        checked_bytes(s.memory)
+
+# %% ../../nbs/machines/01_rfm.ipynb #0230adb1
+def _check_given(s: Settings, name: str, **limits: Any) -> None:
+    "Check a number unless it was left open."
+    value = getattr(s, name)
+    if value is not None:
+        check_number(value, name, **limits)
 
 # %% ../../nbs/machines/01_rfm.ipynb #ab787061
 @dataclass
@@ -136,26 +161,22 @@ class Problem:
 # %% ../../nbs/machines/01_rfm.ipynb #3d69c4b3
 def _targets(y, X: Tensor, name: str = "y") -> Tensor: # n × c
     "Targets as an n × c tensor of X's kind, checked."
-    try:
-        Y = torch.as_tensor(unframed(y)).to(X)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must hold numbers only: encode labels first, "
-                        "or use RFMClassifier") from None
+    hint = f"{name} must hold numbers only: encode labels first, or use RFMClassifier"
+    Y = _as_columns(as_numbers(y, hint).to(X), len(X), name)
+    if torch.isfinite(Y).all(): return Y
+    raise ValueError(f"{name} contains nan or inf: drop those rows")
+
+# %% ../../nbs/machines/01_rfm.ipynb #b6861d21
+def _as_columns(Y: Tensor, rows: int, name: str) -> Tensor: # n × c
+    "One row of targets for each row of inputs."
     Y = Y[:, None] if Y.ndim == 1 else Y
-    if Y.ndim != 2 or len(Y) != len(X):
-        raise ValueError(f"{name} has shape {tuple(Y.shape)}, "
-                         f"but there are {len(X)} rows of inputs")
-    if not torch.isfinite(Y).all():
-        raise ValueError(f"{name} contains nan or inf: drop those rows")
-    return Y
+    if Y.ndim == 2 and len(Y) == rows: return Y
+    raise ValueError(f"{name} has shape {tuple(Y.shape)}, but there are {rows} rows of inputs")
 
 # %% ../../nbs/machines/01_rfm.ipynb #d91e03ff
 def _weights(w, X: Tensor) -> Tensor: # n
     "Sample weights, checked."
-    try:
-        w = torch.as_tensor(unframed(w)).to(X)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError("sample_weight must hold numbers only: one ≥ 0 for each row") from None
+    w = as_numbers(w, "sample_weight must hold numbers only: one ≥ 0 for each row").to(X)
     if w.shape != (len(X),):
         raise ValueError(f"sample_weight has shape {tuple(w.shape)}, "
                          f"needed is one number per row: ({len(X)},)")
@@ -163,58 +184,85 @@ def _weights(w, X: Tensor) -> Tensor: # n
         raise ValueError("sample_weight must be finite and ≥ 0, and not all zero")
     return w
 
+# %% ../../nbs/machines/01_rfm.ipynb #1cb52cdc
+def _weighted(p: Problem, sample_weight) -> Problem:
+    "The rows that count, with their weights."
+    w = _weights(sample_weight, p.X)
+    some = w > 0
+    return replace(p, X=p.X[some], Y=p.Y[some], w=w[some])
+
 # %% ../../nbs/machines/01_rfm.ipynb #fbd25b16
 def _validation(X_val, y_val, p: Problem) -> tuple[Tensor, Tensor]:
     "Validation inputs and targets, checked against the training data."
     V = as_points(X_val, "X_val", like=p.X)
-    if V.shape[1] != p.X.shape[1]:
-        raise ValueError(f"X_val has {V.shape[1]} features, X has {p.X.shape[1]}")
+    _check_as_wide(V, p.X, "X", "features")
     Y = _targets(y_val, V, "y_val")
-    if Y.shape[1] != p.Y.shape[1]:
-        raise ValueError(f"y_val has {Y.shape[1]} columns, y has {p.Y.shape[1]}")
+    _check_as_wide(Y, p.Y, "y", "columns")
     return V, Y
 
+# %% ../../nbs/machines/01_rfm.ipynb #a8342fd1
+def _check_as_wide(new: Tensor, known: Tensor, name: str, what: str) -> None:
+    "Raise unless validation data are as wide as training data."
+    wide, needed = new.shape[1], known.shape[1]
+    if wide != needed: raise ValueError(f"{name}_val has {wide} {what}, {name} has {needed}")
+
+# %% ../../nbs/machines/01_rfm.ipynb #f70975ec
+def _wide_enough(X: Tensor) -> Tensor:
+    "Points in single precision at least."
+    return X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
+
 # %% ../../nbs/machines/01_rfm.ipynb #eb859806
-def problem(X, # n × d inputs
-            y, # n or n × c targets
-            X_val=None, # validation inputs
-            y_val=None, # their targets
-            sample_weight=None, # n numbers ≥ 0
-           ) -> Problem:
+def problem(
+    X, # n × d inputs
+    y, # n or n × c targets
+    X_val=None, # validation inputs
+    y_val=None, # their targets
+    sample_weight=None, # n numbers ≥ 0
+) -> Problem:
     "Check the input; rows of weight zero are dropped."
-    X = as_points(X)
-    X = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
+    X = _wide_enough(as_points(X))
     if (X_val is None) != (y_val is None):
         raise ValueError("pass both X_val and y_val, or neither")
     p = Problem(X, _targets(y, X), flat=torch.as_tensor(unframed(y)).ndim == 1)
     if sample_weight is not None:
-        w = _weights(sample_weight, X)
-        some = w > 0
-        p = replace(p, X=p.X[some], Y=p.Y[some], w=w[some])
+        p = _weighted(p, sample_weight)
     if X_val is not None:
         p.val = _validation(X_val, y_val, p)
     return p
 
 # %% ../../nbs/machines/01_rfm.ipynb #0f3ab358
-def check_together(s: Settings, # of a machine
-                   p: Problem, # the data
-                  ) -> None:
+def check_together(
+    s: Settings, # of a machine
+    p: Problem, # the data
+) -> None:
     "Raise if the settings do not fit the data."
     loo, holds_out = s.selection.needs_matrix, s.holdout is not None
     if holds_out and p.val is not None:
         raise ValueError("pass validation data or holdout, not both")
-    if loo and (holds_out or p.val is not None):
+    scored = holds_out or p.val is not None
+    if loo and scored:
         raise ValueError("choose the iterate by keep='loo' or by held-out rows, not both")
-    scored = loo or holds_out or p.val is not None
-    if s.patience is not None and s.normalize is not None and not scored:
-        raise ValueError("without validation data patience watches the objective, which rescaling "
-                         "M makes meaningless: set holdout=.2, keep='loo' or normalize=None; "
-                         "RFM.fit also takes X_val and y_val")
+    if not (loo or scored):
+        _check_patience(s)
+
+# %% ../../nbs/machines/01_rfm.ipynb #13084c6d
+def _check_patience(s: Settings) -> None:
+    "Raise if patience would watch an objective that means nothing."
+    if s.patience is None or s.normalize is None: return
+    raise ValueError("without validation data patience watches the objective, which rescaling "
+                     "M makes meaningless: set holdout=.2, keep='loo' or normalize=None; "
+                     "RFM.fit also takes X_val and y_val")
 
 # %% ../../nbs/machines/01_rfm.ipynb #50c16118
 def _mapped(X: Tensor, W: Tensor) -> Tensor:
     "X W in X's precision."
     return X * W.to(X) if W.ndim == 1 else X @ W.to(X)
+
+# %% ../../nbs/machines/01_rfm.ipynb #0e7537ca
+def _check_features(Z: Tensor, X: Tensor) -> None:
+    "Raise unless new points have the features of the training points."
+    if Z.shape[1] == X.shape[1]: return
+    raise ValueError(f"X has {Z.shape[1]} features, but the machine was fitted with {X.shape[1]}")
 
 # %% ../../nbs/machines/01_rfm.ipynb #f1ca49fa
 @dataclass
@@ -228,19 +276,27 @@ class Predictor:
 
     @torch.no_grad()
     @one_core_each()
-    def __call__(self,
-                 Z, # m × d points
-                ) -> Tensor: # m, or m × c
+    def __call__(
+        self,
+        Z, # m × d points
+    ) -> Tensor: # m, or m × c
         "Σ_j K(W z, W x_j) α_j, a block of rows at a time."
         Z = as_points(Z, like=self.X)
-        if Z.shape[1] != self.X.shape[1]:
-            raise ValueError(f"X has {Z.shape[1]} features, "
-                             f"but the machine was fitted with {self.X.shape[1]}")
-        P = pairs(_mapped(Z, self.W), _mapped(self.X, self.W), None, self.kernel.radial)
-        rows = max(1, (2**22 if Z.device.type == "cpu" else 2**26) // len(self.X))
-        times = lambda L: evaluate_pairs(self.kernel, replace(P, left=L)) @ self.alpha
-        F = torch.cat([times(L) for L in P.left.split(rows)])
+        _check_features(Z, self.X)
+        F = _predictions(self, Z)
         return F[:, 0] if self.flat else F
+
+# %% ../../nbs/machines/01_rfm.ipynb #3755a3c9
+def _block_rows(where: torch.device, n: int) -> int:
+    "Rows of a block: 4 million numbers of the matrix, on a device 64 million."
+    return max(1, (2**22 if where.type == "cpu" else 2**26) // n)
+
+# %% ../../nbs/machines/01_rfm.ipynb #19ccf72f
+def _predictions(f: Predictor, Z: Tensor) -> Tensor: # m × c
+    "f at the rows of Z."
+    P = pairs(_mapped(Z, f.W), _mapped(f.X, f.W), None, f.kernel.radial)
+    parts = P.left.split(_block_rows(Z.device, len(f.X)))
+    return torch.cat([evaluate_pairs(f.kernel, replace(P, left=L)) @ f.alpha for L in parts])
 
 # %% ../../nbs/machines/01_rfm.ipynb #8de864db
 @dataclass(eq=False, repr=False)
@@ -268,9 +324,10 @@ class Fit:
         p = self.problem
         return Predictor(self.settings.kernel, p.X, self.W, self.alpha, p.flat)
 
-    def predict(self,
-                Z, # m × d points
-               ) -> Tensor: # m, or m × c if y had columns
+    def predict(
+        self,
+        Z, # m × d points
+    ) -> Tensor: # m, or m × c if y had columns
         "Σ_j K_M(z, x_j) α_j."
         return self.predictor(Z)
 
@@ -284,15 +341,17 @@ class Fit:
         "AGOP = M T M."
         return _core(self, of_agop=True)
 
-    def with_ridge(self,
-                   ridge: float, # another nλ
-                  ) -> "Fit":
+    def with_ridge(
+        self,
+        ridge: float, # another nλ
+    ) -> "Fit":
         "The fit of the same metric with another ridge."
         return fit_alpha(replace(self.settings, ridge=ridge), self.problem, self.M, self.alpha)
 
-    def trial(self,
-              M: Tensor, # another metric
-             ) -> float:
+    def trial(
+        self,
+        M: Tensor, # another metric
+    ) -> float:
         "φ at another metric; infinite where there is no fit."
         self.row["trials"] = self.row.get("trials", 0) + 1
         return _try_metric(self, M)
@@ -310,27 +369,41 @@ def _core_now(fit: Fit, of_agop: bool) -> Tensor: # d × d
     "The same with the memory as it is."
     p, radial = fit.problem, fit.settings.kernel.radial
     X = centred(p.X, radial)
-    C: Coefs = kernel_coefficients(fit.settings.kernel, _mapped(X, fit.W), None)
-    if p.holder is fit and p.C is not None:
-        C = p.C
+    C = _coefs(fit, X)
     if of_agop: return agop_core(C, fit.alpha, X, radial, p.w).to(fit.M)
     return fact_core(C, fit.alpha, X, radial).to(fit.M)
+
+# %% ../../nbs/machines/01_rfm.ipynb #6dbb9add
+def _coefs(fit: Fit, X: Tensor) -> Coefs:
+    "The coefficients in memory if they are this fit's, else strip by strip."
+    p = fit.problem
+    if p.holder is fit and p.C is not None: return p.C
+    return kernel_coefficients(fit.settings.kernel, _mapped(X, fit.W), None)
 
 # %% ../../nbs/machines/01_rfm.ipynb #7f87bc7f
 def _with_room(s: Settings, p: Problem, work: Callable[[], _T]) -> _T:
     "Do some work; where memory runs out, once more after the matrices were given back."
-    reads_K = s.selection.needs_matrix or s.rule.looks
     try:
         return work()
     except torch.OutOfMemoryError as e:
-        if p.C is None and (p.K is None or reads_K): raise
+        if p.C is None and (p.K is None or _reads_matrix(s)): raise
         e.__traceback__ = None
     warnings.warn("out of memory beside the kernel matrix: it is given back and made again",
                   RuntimeWarning, stacklevel=2)
-    p.C = p.holder = None
-    p.K = p.K if reads_K else None
-    p.plan = p.plan and replace(p.plan, store=False, refine=False)
+    _give_back(p, keep_K=_reads_matrix(s))
     return work()
+
+# %% ../../nbs/machines/01_rfm.ipynb #104822a8
+def _reads_matrix(s: Settings) -> bool:
+    "Does something read K, or its factor, after the fit?"
+    return s.selection.needs_matrix or s.rule.looks
+
+# %% ../../nbs/machines/01_rfm.ipynb #d8f3dd69
+def _give_back(p: Problem, keep_K: bool) -> None:
+    "Let go of the matrices of a fit."
+    p.C = p.holder = None
+    p.K = p.K if keep_K else None
+    p.plan = p.plan and replace(p.plan, store=False, refine=False)
 
 # %% ../../nbs/machines/01_rfm.ipynb #3a0067ca
 def _try_metric(fit: Fit, M: Tensor) -> float:
@@ -349,12 +422,13 @@ def _ready(p: Problem, M: Tensor) -> Fit | None:
     return p.ready[1] if p.ready is not None and p.ready[0] is M else None
 
 # %% ../../nbs/machines/01_rfm.ipynb #3f7f8cf6
-def fit_alpha(s: Settings, # with the kernel's bandwidth set
-              p: Problem, # the data
-              M: Tensor, # d × d or d
-              alpha0: Tensor | None = None, # where an iterative solver starts
-              coef: bool = True, # C is wanted too
-             ) -> Fit:
+def fit_alpha(
+    s: Settings, # with the kernel's bandwidth set
+    p: Problem, # the data
+    M: Tensor, # d × d or d
+    alpha0: Tensor | None = None, # where an iterative solver starts
+    coef: bool = True, # C is wanted too
+) -> Fit:
     "α for one M; where memory runs out, by the next plan."
     plan = p.plan = p.plan or _plan_of(s, p)
     try:
@@ -362,10 +436,7 @@ def fit_alpha(s: Settings, # with the kernel's bandwidth set
     except torch.OutOfMemoryError as e:
         if _at_an_end(plan, s, p): raise
         e.__traceback__ = None                          # its frames hold the matrices
-    p.K = p.half = p.C = p.holder = p.ready = None
-    p.plan, how = _next_plan(plan, s, p)
-    warnings.warn(f"out of memory by the plan ({plan}): going on {how}", RuntimeWarning,
-                  stacklevel=2)
+    _take_next_plan(plan, s, p)
     return fit_alpha(s, p, M, alpha0, coef)
 
 # %% ../../nbs/machines/01_rfm.ipynb #4749397d
@@ -374,25 +445,48 @@ def _fit_by(plan: SolverPlan, s: Settings, p: Problem, M: Tensor, alpha0: Tensor
     "α for one M by one plan."
     W = root_of(M)
     if plan.method == "direct": return _direct(s, p, M, W, coef and plan.store)
-    if plan.method == "packed": return _packed(plan, s, p, M, W)
-    free = min(plan.limit, available_memory(p.X.device))
-    sol = solve_kernel(s.kernel, _mapped(p.X, W), p.Y, s.ridge, method="iterative",
-                       memory=free, alpha0=alpha0, tol=s.tol, rank=plan.rank)
-    note = noted(plan, sol.note)
-    return Fit(s, p, M, W, sol.alpha.to(p.Y), sol.method, note, sol.residual)
+    Z = _mapped(p.X, W)
+    sol = _packed(s, p, Z) if plan.method == "packed" else _iterated(plan, s, p, Z, alpha0)
+    return _fit_of(s, p, M, W, sol)
+
+# %% ../../nbs/machines/01_rfm.ipynb #99ce3c43
+def _fit_of(s: Settings, p: Problem, M: Tensor, W: Tensor, sol: Solution) -> Fit:
+    "A solution as a fit; the note begins with the plan's reason."
+    note = "" if p.plan is None else noted(p.plan, sol.note)
+    return Fit(s, p, M, W, sol.alpha.to(p.Y).view_as(p.Y), sol.method, note, sol.residual)
+
+# %% ../../nbs/machines/01_rfm.ipynb #8fad6fa5
+def _iterated(plan: SolverPlan, s: Settings, p: Problem, X: Tensor,
+              alpha0: Tensor | None) -> Solution:
+    "The iterative solver, in the memory that is free now."
+    return solve_kernel(s.kernel, X, p.Y, s.ridge, method="iterative", memory=_free_now(plan, p),
+                        alpha0=alpha0, tol=s.tol, rank=plan.rank)
+
+# %% ../../nbs/machines/01_rfm.ipynb #320dc462
+def _free_now(plan: SolverPlan, p: Problem) -> int: # bytes
+    "What the plan allows, or less if less is free by now."
+    return min(plan.limit, available_memory(p.X.device))
 
 # %% ../../nbs/machines/01_rfm.ipynb #3c382e95
-def _packed(plan: SolverPlan, s: Settings, p: Problem, M: Tensor, W: Tensor) -> Fit:
+def _packed(s: Settings, p: Problem, Z: Tensor) -> Solution:
     "Half of K in memory, and its factor in the same place."
     p.half = packed_room(p.X, p.half)
-    sol = solve_packed(s.kernel, _mapped(p.X, W), p.Y, s.ridge, weights=p.w, out=p.half)
-    return Fit(s, p, M, W, sol.alpha.view_as(p.Y), sol.method, noted(plan, sol.note), sol.residual)
+    return solve_packed(s.kernel, Z, p.Y, s.ridge, weights=p.w, out=p.half)
 
 # %% ../../nbs/machines/01_rfm.ipynb #dcc3d5d9
 def _at_an_end(plan: SolverPlan, s: Settings, p: Problem) -> bool:
     "Is there nothing else to try when the memory of a plan is not there?"
-    if plan.method == "iterative": return (plan.rank or default_rank(plan.n)) <= 50
-    if plan.refine or plan.store: return False
+    if plan.method == "iterative": return _rank_of(plan) <= 50
+    return not (plan.refine or plan.store) and _only_directly(s, p)
+
+# %% ../../nbs/machines/01_rfm.ipynb #1229c515
+def _rank_of(plan: SolverPlan) -> int:
+    "The rank of the preconditioner."
+    return plan.rank or default_rank(plan.n)
+
+# %% ../../nbs/machines/01_rfm.ipynb #9583cc7d
+def _only_directly(s: Settings, p: Problem) -> bool:
+    "Is iterating no way out: another solver named, the matrix needed, or no ridge?"
     tied = s.solver != "auto" or p.w is not None or s.selection.needs_matrix
     return tied or s.ridge == 0
 
@@ -401,63 +495,105 @@ def _next_plan(plan: SolverPlan, s: Settings, p: Problem) -> tuple[SolverPlan, s
     "What to try then, and in words."
     if plan.refine: return replace(plan, refine=False), "with a factor in float64 alone"
     if plan.store: return replace(plan, store=False), "without stored coefficients"
-    smaller = (plan.rank or default_rank(plan.n)) // 2 if plan.method == "iterative" else None
-    free = min(plan.limit, available_memory(p.X.device))
-    (n, d), c = p.X.shape, p.Y.shape[1]
-    other = plan_iterative(n, d, c, p.X.element_size(), free, smaller)
+    other = _smaller_plan(plan, p)
     return other, f"iteratively, with a preconditioner of rank {other.rank}"
+
+# %% ../../nbs/machines/01_rfm.ipynb #aa89066a
+def _smaller_plan(plan: SolverPlan, p: Problem) -> SolverPlan:
+    "The iterative solver; where it was tried already, with half of the rank."
+    smaller = _rank_of(plan) // 2 if plan.method == "iterative" else None
+    return plan_iterative(*_sizes(p), _free_now(plan, p), smaller)
+
+# %% ../../nbs/machines/01_rfm.ipynb #2356970e
+def _take_next_plan(plan: SolverPlan, s: Settings, p: Problem) -> None:
+    "Let go of everything that was made by a plan, and settle on the next one."
+    p.K = p.half = p.C = p.holder = p.ready = None
+    p.plan, how = _next_plan(plan, s, p)
+    warnings.warn(f"out of memory by the plan ({plan}): going on {how}", RuntimeWarning,
+                  stacklevel=3)
+
+# %% ../../nbs/machines/01_rfm.ipynb #c6ffadec
+def _sizes(p: Problem) -> tuple[int, int, int, int]:
+    "Points, features, targets, and bytes per number."
+    n, d = p.X.shape
+    return n, d, p.Y.shape[1], p.X.element_size()
 
 # %% ../../nbs/machines/01_rfm.ipynb #e21b0694
 def _plan_of(s: Settings, p: Problem) -> SolverPlan:
     "The plan for these data."
-    (n, d), c = p.X.shape, p.Y.shape[1]
-    limit = memory_limit(s.memory, p.X.device)
-    weighted, loo = p.w is not None, s.selection.needs_matrix
-    plan = plan_fit(s.solver, n, d, c, p.X.element_size(), limit, weighted, loo)
+    limit, loo = memory_limit(s.memory, p.X.device), s.selection.needs_matrix
+    plan = plan_fit(s.solver, *_sizes(p), limit, p.w is not None, loo)
     if plan.method != "direct" or loo: return plan
-    spare = limit - plan.need - n * n * p.X.element_size() * plan.store
-    return replace(plan, refine=refines(s.refine, n, p.X.dtype, p.X.device, spare))
+    return replace(plan, refine=_refines_here(plan, s, p.X))
+
+# %% ../../nbs/machines/01_rfm.ipynb #26dc29f3
+def _refines_here(plan: SolverPlan, s: Settings, X: Tensor) -> bool:
+    "Is the factor made in float32, in what the matrices leave of the memory?"
+    taken = plan.need + len(X) * len(X) * X.element_size() * plan.store
+    return refines(s.refine, len(X), X.dtype, X.device, plan.limit - taken)
 
 # %% ../../nbs/machines/01_rfm.ipynb #ac85c93b
 def _direct(s: Settings, p: Problem, M: Tensor, W: Tensor, store: bool) -> Fit:
-    "Hold K (and C) in memory, upper triangles, and factor."
+    "Hold K (and C) in memory, and solve."
     Z = _mapped(p.X, W)
-    K = _kernel_matrix(s, p, Z, store)
-    u = None if p.w is None else p.w.sqrt()[:, None]
-    if u is not None:
-        K.mul_(u).mul_(u.T)
-    Y = p.Y if u is None else u * p.Y
-    refine = p.plan is not None and p.plan.refine
-    sol = _by_landmarks(s, p, Z, K)
-    if sol is None:
-        sol = solve(K, Y, s.ridge, "auto" if s.solver == "direct" else s.solver, refine)
-    alpha = sol.alpha if u is None else u * sol.alpha
-    note = "" if p.plan is None else noted(p.plan, sol.note)
-    fit = Fit(s, p, M, W, alpha, sol.method, note, sol.residual)
+    sol = _solve_in_memory(s, p, Z, _kernel_matrix(s, p, Z, store))
+    fit = _fit_of(s, p, M, W, sol)
     if store:
         p.holder = fit
     return fit
 
+# %% ../../nbs/machines/01_rfm.ipynb #fd03ce22
+def _solve_in_memory(s: Settings, p: Problem, Z: Tensor, K: Tensor) -> Solution:
+    "α from the matrix, by landmarks or by a factor."
+    found = _by_landmarks(s, p, Z, K)
+    return _by_factor(s, p, K) if found is None else found
+
+# %% ../../nbs/machines/01_rfm.ipynb #317e272a
+def _by_factor(s: Settings, p: Problem, K: Tensor) -> Solution:
+    "α by factoring K, with weights through β."
+    u = _weigh_(K, p.w)
+    refine = p.plan is not None and p.plan.refine
+    method = "auto" if s.solver == "direct" else s.solver
+    sol = solve(K, p.Y if u is None else u * p.Y, s.ridge, method, refine)
+    return sol if u is None else replace(sol, alpha=u * sol.alpha)
+
+# %% ../../nbs/machines/01_rfm.ipynb #3ef41ba1
+def _weigh_(K: Tensor, w: Tensor | None) -> Tensor | None: # u, n × 1
+    "u K u in place, with u = √w; nothing without weights."
+    if w is None: return None
+    u = w.sqrt()[:, None]
+    K.mul_(u).mul_(u.T)
+    return u
+
 # %% ../../nbs/machines/01_rfm.ipynb #5d1f7a61
 def _by_landmarks(s: Settings, p: Problem, Z: Tensor, K: Tensor) -> Solution | None:
-    "α without a factor, where that is likely to pay and does arrive."
-    wants_factor = s.selection.needs_matrix or s.rule.looks
-    if s.solver != "auto" or wants_factor or p.factors or p.w is not None: return None
-    if not (s.kernel.radial and steps_pay(Z, p.Y.shape[1], s.ridge)): return None
+    "α without a factor, where that may pay and does arrive."
+    if not _worth_a_try(s, p, Z): return None
     found = solve_by_landmarks(s.kernel, Z, K, p.Y, s.ridge)
     p.factors = found is None
     return found
 
+# %% ../../nbs/machines/01_rfm.ipynb #08e67843
+def _worth_a_try(s: Settings, p: Problem, Z: Tensor) -> bool:
+    "Is α all that is wanted, and may landmarks pay?"
+    if s.solver != "auto" or _reads_matrix(s): return False
+    if p.w is not None or p.factors or not s.kernel.radial: return False
+    return steps_pay(Z, p.Y.shape[1], s.ridge)
+
 # %% ../../nbs/machines/01_rfm.ipynb #835a1226
 def _kernel_matrix(s: Settings, p: Problem, X: Tensor, store: bool) -> Tensor: # n × n
     "K in the problem's memory, and C beside it if it is to be stored."
-    n = len(X)
-    K = p.K = X.new_empty(n, n) if p.K is None else p.K
+    K = p.K = _square(X, p.K)
     P = pairs(X, None, None, s.kernel.radial)
     if not store: return evaluate_pairs(s.kernel, P, K, mirror=False)
-    p.C = X.new_empty(n, n) if p.C is None else p.C
+    p.C = _square(X, p.C)
     p.holder = None                                     # until the new fit is there
     return evaluate_both(s.kernel, P, K, p.C, mirror=False)[0]
+
+# %% ../../nbs/machines/01_rfm.ipynb #6dc9f6e4
+def _square(X: Tensor, room: Tensor | None) -> Tensor: # n × n
+    "Room for a number for every two points: what is there, or new."
+    return X.new_empty(len(X), len(X)) if room is None else room
 
 # %% ../../nbs/machines/01_rfm.ipynb #0fbb7619
 @dataclass
@@ -473,9 +609,10 @@ class State:
     history: list[dict[str, Any]] = field(default_factory=list) # one row a fit
 
 # %% ../../nbs/machines/01_rfm.ipynb #2b3a9384
-def first_state(s: Settings, # is M a vector?
-                X: Tensor, # n × d points: gives d and the device
-               ) -> State:
+def first_state(
+    s: Settings, # is M a vector?
+    X: Tensor, # n × d points: gives d and the device
+) -> State:
     "M₀ = I."
     M = torch.ones(X.shape[1], dtype=dtype_for(X.device), device=X.device)
     return State(M if s.diagonal else M.diag(), trace=float(X.shape[1]))
@@ -492,14 +629,25 @@ def _fitted(fit: Fit) -> Tensor: # n × c
 # %% ../../nbs/machines/01_rfm.ipynb #8513f7b2
 def _row(fit: Fit, trace: float) -> dict[str, Any]:
     "What the history says of one fit."
-    p, metric = fit.problem, fit.settings.metric
-    predict = replace(fit.predictor, flat=False)
-    val = None if p.val is None else error_of(metric, predict(p.val[0]), p.val[1])
-    wide = dtype_for(p.Y.device)
-    fitted = float((p.Y.to(wide) * fit.alpha.to(wide)).sum()) / 2
-    return dict(iter=fit.t, train_error=error_of(metric, _fitted(fit), p.Y), val_error=val,
-                objective=fitted + trace / 2, trace=trace, effective_rank=effective_rank(fit.M),
-                solver=fit.solver, note=fit.note, residual=fit.residual)
+    train = error_of(fit.settings.metric, _fitted(fit), fit.problem.Y)
+    return dict(iter=fit.t, train_error=train, val_error=_validation_error(fit),
+                objective=_data_part(fit) + trace / 2, trace=trace,
+                effective_rank=effective_rank(fit.M), solver=fit.solver, note=fit.note,
+                residual=fit.residual)
+
+# %% ../../nbs/machines/01_rfm.ipynb #4a9bc45b
+def _validation_error(fit: Fit) -> float | None:
+    "The error on the validation data, if there are any."
+    if fit.problem.val is None: return None
+    X, Y = fit.problem.val
+    return error_of(fit.settings.metric, replace(fit.predictor, flat=False)(X), Y)
+
+# %% ../../nbs/machines/01_rfm.ipynb #5bdca1b5
+def _data_part(fit: Fit) -> float:
+    "½⟨y, α⟩, the objective without its trace, summed in double precision."
+    Y = fit.problem.Y
+    wide = dtype_for(Y.device)
+    return float((Y.to(wide) * fit.alpha.to(wide)).sum()) / 2
 
 # %% ../../nbs/machines/01_rfm.ipynb #3ffa2aa7
 def _give_up(state: State, why: str) -> None:
@@ -516,21 +664,27 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
     if ready is not None: return ready
     last = state.seen.last
     coef = state.t < s.iters or s.rule.looks
-    now = s if state.ridge is None else replace(s, ridge=state.ridge)
+    start = None if last is None else last.alpha
     try:
-        return fit_alpha(now, p, state.M, None if last is None else last.alpha, coef=coef)
+        return fit_alpha(_with_ridge(s, state.ridge), p, state.M, start, coef=coef)
     except (ValueError, torch.linalg.LinAlgError) as e:
         if last is None: raise
         _give_up(state, f"the fit failed ({e})")
         return None
 
+# %% ../../nbs/machines/01_rfm.ipynb #20957532
+def _with_ridge(s: Settings, ridge: float | None) -> Settings:
+    "The settings with the ridge that an update has found, if it has."
+    return s if ridge is None else replace(s, ridge=ridge)
+
 # %% ../../nbs/machines/01_rfm.ipynb #4723e645
 @torch.no_grad()
 @one_core_each()
-def turn(s: Settings, # with the kernel's bandwidth set
-         p: Problem, # the data
-         state: State, # where the run stands; moved on
-        ) -> Fit | None: # None: the fit failed
+def turn(
+    s: Settings, # with the kernel's bandwidth set
+    p: Problem, # the data
+    state: State, # where the run stands; moved on
+) -> Fit | None: # None: the fit failed
     "One turn of Algorithm 1."
     start = perf_counter()
     fit = _next_fit(s, p, state)
@@ -539,72 +693,110 @@ def turn(s: Settings, # with the kernel's bandwidth set
     fit.row = _with_room(s, p, lambda: _row(fit, state.trace))
     s.selection.look(fit)
     fit.row["seconds"] = perf_counter() - start
-    state.history.append(fit.row)
-    score = s.selection.watched(fit.row, s.patience)
-    state.seen.enter(Kept(state.t, state.M, fit.alpha, score, state.ridge))
+    _enter(s, state, fit)
     s.rule.look(fit)
-    tired = s.patience is not None and state.seen.worse >= s.patience
-    late = perf_counter() >= p.deadline
-    state.done = state.t >= s.iters or s.rule.arrived(fit) or tired or late
+    state.done = _is_over(s, p, state, fit)
     if not state.done:
         _update(s, p, state, fit)
     fit.kept, fit.last = state.seen.last, state.done
     return fit
 
+# %% ../../nbs/machines/01_rfm.ipynb #6e89d9e5
+def _enter(s: Settings, state: State, fit: Fit) -> None:
+    "Write the fit down, and keep it if it is the best so far."
+    state.history.append(fit.row)
+    score = s.selection.watched(fit.row, s.patience)
+    state.seen.enter(Kept(state.t, state.M, fit.alpha, score, state.ridge))
+
+# %% ../../nbs/machines/01_rfm.ipynb #debdf9b6
+def _is_over(s: Settings, p: Problem, state: State, fit: Fit) -> bool:
+    "Is this the last fit?"
+    tired = s.patience is not None and state.seen.worse >= s.patience
+    late = perf_counter() >= p.deadline
+    return state.t >= s.iters or s.rule.arrived(fit) or tired or late
+
 # %% ../../nbs/machines/01_rfm.ipynb #2a633782
 def _update(s: Settings, p: Problem, state: State, fit: Fit) -> None:
     "The next metric, or the end."
-    start = perf_counter()
-    try:
-        M = s.rule.propose(fit)
-    except (ValueError, torch.linalg.LinAlgError):
-        M = fit.M * float("nan")
-    fit.row["update_seconds"] = perf_counter() - start
+    M = _proposed(s, fit)
     state.memory = fit.memory
-    if M is None:                                       # no lower point within rounding
+    if M is None:
         state.done = True
         return
     state.t += 1
     why = s.rule.objection(fit, M)
     if why is None:
-        state.M, state.trace = _rescaled(s, p, M), float(trace_of(M))
-        state.ridge = s.rule.ridge_for(fit) or state.ridge
+        _accept(s, p, state, fit, M)
         return
+    _keep_trial(p, state, M)
+    _give_up(state, why)
+
+# %% ../../nbs/machines/01_rfm.ipynb #1db88c6e
+def _keep_trial(p: Problem, state: State, M: Tensor) -> None:
+    "Where the rule has fitted this metric on trial, that is the last good fit."
     tried = _ready(p, M)
     if tried is not None:
         state.seen.last = Kept(state.t, M, tried.alpha)
-    _give_up(state, why)
+
+# %% ../../nbs/machines/01_rfm.ipynb #ce4962ca
+def _accept(s: Settings, p: Problem, state: State, fit: Fit, M: Tensor) -> None:
+    "Go on with a metric, and with the ridge that was found beside it."
+    state.M, state.trace = _rescaled(s, p, M), float(trace_of(M))
+    state.ridge = s.rule.ridge_for(fit) or state.ridge
+
+# %% ../../nbs/machines/01_rfm.ipynb #79822774
+def _proposed(s: Settings, fit: Fit) -> Tensor | None:
+    "The metric that the rule proposes; nan where it cannot, None where it has arrived."
+    start = perf_counter()
+    try:
+        return s.rule.propose(fit)
+    except (ValueError, torch.linalg.LinAlgError):
+        return fit.M * float("nan")
+    finally:
+        fit.row["update_seconds"] = perf_counter() - start
 
 # %% ../../nbs/machines/01_rfm.ipynb #b0237b8a
 def _rescaled(s: Settings, p: Problem, M: Tensor) -> Tensor:
     "M, rescaled as the settings say."
     if not s.rule.rescales: return M
-    if s.normalize != "median": return rescale(M, s.normalize)
-    M = rescale(M, "trace")                             # so that no number is out of range
+    return _at_median(s, p, M) if s.normalize == "median" else rescale(M, s.normalize)
+
+# %% ../../nbs/machines/01_rfm.ipynb #eb3e06e5
+def _at_median(s: Settings, p: Problem, M: Tensor) -> Tensor:
+    "M with the median distance of M = I."
+    M = rescale(M, "trace")  # so that all numbers are in range
     first, now = (median_bandwidth(p.X, A, s.kernel, p.w) for A in (None, M))
     return M * (first / now)**(2 if s.kernel.radial else 1)
 
-# %% ../../nbs/machines/01_rfm.ipynb #b163aa86
+# %% ../../nbs/machines/01_rfm.ipynb #13510511
 _IN_RULE = ("update", "geometric", "negative", "power", "settle")
+_NOT_COMPARED = (*_IN_RULE, "keep", "memory", "refine", "progress", "time_limit")
 
-def identity_of(s: Settings, # with the kernel's bandwidth set
-                p: Problem, # the data
-               ) -> dict[str, Any]: # name → what the run was made with
-    "What two runs must share to continue each other: all but how much memory they may use."
-    left_out = (*_IN_RULE, "keep", "memory", "refine", "progress", "time_limit")
-    same = {f.name: getattr(s, f.name) for f in fields(Settings) if f.name not in left_out}
-    data = dict(X=p.X, y=p.Y, sample_weight=p.w, validation=p.val)
-    return same | dict(update=s.rule, keep=s.selection) | data
+# %% ../../nbs/machines/01_rfm.ipynb #410524b5
+def _compared(s: Settings) -> dict[str, Any]:
+    "The settings that change what a run computes."
+    names = [f.name for f in fields(Settings) if f.name not in _NOT_COMPARED]
+    return {n: getattr(s, n) for n in names} | dict(update=s.rule, keep=s.selection)
+
+# %% ../../nbs/machines/01_rfm.ipynb #b163aa86
+def identity_of(
+    s: Settings, # with the kernel's bandwidth set
+    p: Problem, # the data
+) -> dict[str, Any]: # name → what the run was made with
+    "What two runs must share to continue each other."
+    return _compared(s) | dict(X=p.X, y=p.Y, sample_weight=p.w, validation=p.val)
 
 # %% ../../nbs/machines/01_rfm.ipynb #87d3dd0b
-def state_to_plain(state: State, # of a run
-                  ) -> dict[str, Any]:
+def state_to_plain(
+    state: State, # of a run
+) -> dict[str, Any]:
     "A state as numbers, text, containers and tensors."
     return dict(vars(state)) | dict(seen=seen_to_plain(state.seen))
 
 # %% ../../nbs/machines/01_rfm.ipynb #c12b0cc1
-def state_from_plain(d: dict[str, Any], # from `state_to_plain`
-                    ) -> State:
+def state_from_plain(
+    d: dict[str, Any], # from `state_to_plain`
+) -> State:
     "The state again."
     return State(**d | dict(seen=seen_from_plain(d["seen"])))
 
@@ -614,7 +806,11 @@ def _state_in(path: Path, known: dict[str, str], s: Settings, X: Tensor) -> Stat
     if path.is_dir():
         raise ValueError(f"checkpoint {path} is a folder: give the name of a file in it")
     plain = load_state(path, known, X.device)
-    if plain is None: return first_state(s, X)
+    return first_state(s, X) if plain is None else _state_of(plain, path)
+
+# %% ../../nbs/machines/01_rfm.ipynb #d9b4038d
+def _state_of(plain: dict[str, Any], path: Path) -> State:
+    "The state that a file holds, if this version can read it."
     try:
         plain["history"] = [_on_host(row) for row in plain["history"]]
         return state_from_plain(plain)
@@ -649,48 +845,67 @@ def _with_bandwidth(s: Settings, p: Problem) -> Settings:
 _CRITERIA: dict[str, type[Criterion]] = dict(evidence=EvidenceOf, loo=LooOf)
 
 @torch.no_grad()
-def ridge_at_identity(s: Settings, # with the kernel's bandwidth set
-                      p: Problem, # the data
-                      most: int = 2000, # rows that are looked at
-                     ) -> float:
+def ridge_at_identity(
+    s: Settings, # with the kernel's bandwidth set
+    p: Problem, # the data
+    most: int = 2000, # rows that are looked at
+) -> float:
     "The ridge that the rule's criterion prefers at M = I."
-    drawn = torch.randperm(len(p.X), generator=torch.Generator().manual_seed(s.seed))
-    some = drawn[:most].sort().values.to(p.X.device)
-    X, Y, w = distinct_rows(p.X[some], p.Y[some], None if p.w is None else p.w[some])
-    if len(X) > 512:
-        X, Y, w = X.float(), Y.float(), None if w is None else w.float()
+    X, Y, w = _some_rows(p, most, s.seed)
     K = evaluate_pairs(s.kernel, pairs(X, None, None, s.kernel.radial), mirror=False)
-    if w is not None:
-        u = w.sqrt()[:, None]
-        K.mul_(u).mul_(u.T)
+    _weigh_(K, w)
     return best_ridge(_CRITERIA[s.rule.criterion](), K, Y, w)
+
+# %% ../../nbs/machines/01_rfm.ipynb #7b19591e
+def _some_rows(p: Problem, most: int, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    "At most so many distinct rows; in single precision unless they are few."
+    some = rows_at_random(len(p.X), most, seed).to(p.X.device)
+    X, Y, w = distinct_rows(p.X[some], p.Y[some], _of_rows(p.w, some))
+    if len(X) <= 512: return X, Y, w
+    return X.float(), Y.float(), None if w is None else w.float()
 
 # %% ../../nbs/machines/01_rfm.ipynb #1e0f5f31
 def _split(p: Problem, share: float, seed: int) -> Problem:
     "Training rows, with the others as validation."
     parts = held_out(len(p.X), share, seed, strata_of(p.Y))
     train, out = (rows.to(p.X.device) for rows in parts)
-    w = None if p.w is None else p.w[train]
-    return Problem(p.X[train], p.Y[train], w, (p.X[out], p.Y[out]), p.flat)
+    val = p.X[out], p.Y[out]
+    return Problem(p.X[train], p.Y[train], _of_rows(p.w, train), val, p.flat)
+
+# %% ../../nbs/machines/01_rfm.ipynb #c41da945
+def _of_rows(w: Tensor | None, rows: Tensor) -> Tensor | None:
+    "The weights of some rows, if there are weights."
+    return None if w is None else w[rows]
+
+# %% ../../nbs/machines/01_rfm.ipynb #bf67c4c3
+def _learning_rows(s: Settings, p: Problem, start: float) -> Problem:
+    "The rows to learn from, with what a run may do to them and until when."
+    rows = p if s.holdout is None else _split(p, s.holdout, s.seed)
+    rows.free_ridge = s.ridge is None
+    rows.deadline = math.inf if s.time_limit is None else start + s.time_limit
+    return rows
 
 # %% ../../nbs/machines/01_rfm.ipynb #7f52b2b6
-def begin_run(s: Settings, # as the machine has them
-              p: Problem, # the data
-              checkpoint: str | Path | None, # file to continue from and to write to
-             ) -> MachineRun:
+def begin_run(
+    s: Settings, # as the machine has them
+    p: Problem, # the data
+    checkpoint: str | Path | None, # file to continue from and to write to
+) -> MachineRun:
     "Settle the bandwidth and the rows, and find the state to start from."
     check_together(s, p)
     start = perf_counter()
     s = _with_bandwidth(s, p)
-    rows = p if s.holdout is None else _split(p, s.holdout, s.seed)
-    rows.free_ridge = s.ridge is None
-    rows.deadline = math.inf if s.time_limit is None else start + s.time_limit
+    rows = _learning_rows(s, p, start)
     if s.ridge is None:
         s = replace(s, ridge=ridge_at_identity(s, rows))
     if checkpoint is None: return MachineRun(s, p, rows, first_state(s, p.X))
+    return _resumed(s, p, rows, Path(checkpoint))
+
+# %% ../../nbs/machines/01_rfm.ipynb #1e976e37
+def _resumed(s: Settings, whole: Problem, rows: Problem, path: Path) -> MachineRun:
+    "A run that goes on from a file, or begins it."
     known = {name: fingerprint(v) for name, v in identity_of(s, rows).items()}
-    path = Path(checkpoint)
-    return MachineRun(s, p, rows, _state_in(path, known, s, p.X), path, known)
+    return MachineRun(s, whole, rows, _state_in(path, known, s, whole.X), path, known)
 
 # %% ../../nbs/machines/01_rfm.ipynb #fdf0c10b
 def _turns(run: MachineRun) -> Iterator[Fit]:
@@ -701,11 +916,20 @@ def _turns(run: MachineRun) -> Iterator[Fit]:
             fit = turn(run.settings, run.problem, state)
             if fit is not None:
                 yield fit
-            if run.checkpoint is not None:
-                save_state(run.checkpoint, state_to_plain(state), run.identity)
-            bar.update()
-            row = state.history[-1]
-            bar.set_postfix({k: row[k] for k in ("train_error", "val_error")})
+            _save(run)
+            _advance(bar, state.history[-1])
+
+# %% ../../nbs/machines/01_rfm.ipynb #a375786f
+def _advance(bar: tqdm, row: dict[str, Any]) -> None:
+    "One more fit on the progress bar, with its errors."
+    bar.update()
+    bar.set_postfix({k: row[k] for k in ("train_error", "val_error")})
+
+# %% ../../nbs/machines/01_rfm.ipynb #524bf8c9
+def _save(run: MachineRun) -> None:
+    "Write the state to the checkpoint, if there is one."
+    if run.checkpoint is None: return
+    save_state(run.checkpoint, state_to_plain(run.state), run.identity)
 
 # %% ../../nbs/machines/01_rfm.ipynb #255b70cc
 def _bar(run: MachineRun) -> tqdm:
@@ -718,26 +942,28 @@ def _bar(run: MachineRun) -> tqdm:
 @dataclass
 class RFM(Settings):
     "A Recursive Feature Machine; fields as in `Settings`. `ridge` is nλ, added to K's diagonal."
-    def fit(self,
-            X, # n × d inputs: tensor, array, DataFrame, lists
-            y, # n or n × c targets; rows belong together by position, whatever their index
-            X_val=None, # validation inputs: they choose the iterate
-            y_val=None, # their targets
-            sample_weight=None, # n numbers ≥ 0
-            checkpoint: str | Path | None = None, # file to continue from and to write to
-           ) -> "RFM":
+    def fit(
+        self,
+        X, # n × d inputs: tensor, array, DataFrame, lists
+        y, # n or n × c targets; rows belong together by position, whatever their index
+        X_val=None, # validation inputs: they choose the iterate
+        y_val=None, # their targets
+        sample_weight=None, # n numbers ≥ 0
+        checkpoint: str | Path | None = None, # file to continue from and to write to
+    ) -> "RFM":
         "Learn M and α; afterwards M, alpha, history and best_iter are set."
         for _ in self.iterates(X, y, X_val, y_val, sample_weight, checkpoint): pass
         return self.conclude()
 
-    def iterates(self,
-                 X, # n × d inputs
-                 y, # n or n × c targets
-                 X_val=None, # validation inputs
-                 y_val=None, # their targets
-                 sample_weight=None, # n numbers ≥ 0
-                 checkpoint: str | Path | None = None, # file to continue from and to write to
-                ) -> Iterator[Fit]: # t = 0 … iters, or what is left of them
+    def iterates(
+        self,
+        X, # n × d inputs
+        y, # n or n × c targets
+        X_val=None, # validation inputs
+        y_val=None, # their targets
+        sample_weight=None, # n numbers ≥ 0
+        checkpoint: str | Path | None = None, # file to continue from and to write to
+    ) -> Iterator[Fit]: # t = 0 … iters, or what is left of them
         "One fit after the other; `history` grows with them."
         check_settings(self)
         p = problem(X, y, X_val, y_val, sample_weight)
@@ -770,9 +996,10 @@ class RFM(Settings):
         run = getattr(self, "_run", None)
         return run.state.done if run else hasattr(self, "predictor")
 
-    def predict(self,
-                X, # m × d inputs
-               ) -> Tensor: # m, or m × c if y had columns
+    def predict(
+        self,
+        X, # m × d inputs
+    ) -> Tensor: # m, or m × c if y had columns
         "Σ_j K_M(x, x_j) α_j."
         if not hasattr(self, "predictor"):
             raise ValueError("this RFM is not fitted yet: call fit first")
@@ -786,10 +1013,14 @@ def _conclusion(run: MachineRun) -> tuple[Kept, list[dict[str, Any]]]: # the cho
     s, history = run.settings, run.state.history
     chosen = s.selection.choose(run.state.seen)
     if s.holdout is None and chosen.alpha is not None: return chosen, history
-    now = s if chosen.ridge is None else replace(s, ridge=chosen.ridge)
-    if run.problem is not run.whole:
-        run.problem.K = run.problem.C = None            # the refit has a matrix of its own
-    fit = fit_alpha(now, run.whole, chosen.M, coef=False)
+    fit = _refit(run, chosen)
     if s.holdout is not None:
         history = history + [dict(iter=chosen.t, solver=fit.solver, note="refit on all rows")]
     return chosen._replace(alpha=fit.alpha), history
+
+# %% ../../nbs/machines/01_rfm.ipynb #e1328013
+def _refit(run: MachineRun, chosen: Kept) -> Fit:
+    "The chosen metric on all rows."
+    if run.problem is not run.whole:
+        run.problem.K = run.problem.C = None  # the refit has its own
+    return fit_alpha(_with_ridge(run.settings, chosen.ridge), run.whole, chosen.M, coef=False)

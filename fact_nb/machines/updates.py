@@ -23,7 +23,7 @@ from .direct import inverse_of
 from .gradients import centred, fact_core
 from .kernels import Kernel, evaluate_both
 from .kernels import pairs as pairs_of
-from .selection import RIDGES, Likelihood, Prior, evidence
+from .selection import RIDGES, Likelihood, Prior, evidence, random_order, weigh_
 from ..runtime import dtype_for
 
 # %% ../../nbs/machines/04_updates.ipynb #939fa2ce
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from fact_nb.machines.rfm import Fit, Settings
 
 # %% ../../nbs/machines/04_updates.ipynb #73a56292
-def fact_update(M: Tensor, # d × d, or a d vector for a diagonal metric
-                S: Tensor, # d × d, from `fact_core`
-                geometric: bool | str = True, # False: plain; "simple": inner-product kernels
-                negative: str = "abs", # negative eigenvalues of FACT·M: as the paper, or "clip"
-               ) -> Tensor: # like M
+def fact_update(
+    M: Tensor, # d × d, or a d vector for a diagonal metric
+    S: Tensor, # d × d, from `fact_core`
+    geometric: bool | str = True, # False: plain; "simple": inner-product kernels
+    negative: str = "abs", # negative eigenvalues of FACT·M: as the paper, or "clip"
+) -> Tensor: # like M
     "The next M by FACT."
     if M.ndim == 1: return _fact_diagonal(M, S.diagonal(), bool(geometric), negative)
     if not geometric: return sym_sqrt(M @ S)
@@ -43,45 +44,45 @@ def fact_update(M: Tensor, # d × d, or a d vector for a diagonal metric
     return psd_power(M @ S @ M, .5, negative=negative)
 
 # %% ../../nbs/machines/04_updates.ipynb #3c43c6fb
-def _fact_diagonal(m: Tensor, # d weights
-                   s: Tensor, # d: the diagonal of S
-                   geometric: bool,
-                   negative: str,
-                  ) -> Tensor: # d
-    "The next weights by FACT, for a diagonal metric."
+def _fact_diagonal(m: Tensor, s: Tensor, geometric: bool, negative: str) -> Tensor: # d
+    "The next weights by FACT, from the weights and the diagonal of S."
     F = m * s * (m if geometric else 1)
     F = F.clamp(min=0) if negative == "clip" else F.abs()
     return F.pow(.5 if geometric else 1)
 
 # %% ../../nbs/machines/04_updates.ipynb #18fe3f8d
-def nfa_update(M: Tensor, # d × d, or a d vector for a diagonal metric
-               T: Tensor, # d × d, from `agop_core`
-               power: float, # s
-               negative: str = "clip", # eigenvalues below zero; "stay" with power 1
-              ) -> Tensor: # like M
+def nfa_update(
+    M: Tensor, # d × d, or a d vector for a diagonal metric
+    T: Tensor, # d × d, from `agop_core`
+    power: float, # s
+    negative: str = "clip", # eigenvalues below zero; "stay" with power 1
+) -> Tensor: # like M
     "The next M by the Neural Feature Ansatz, AGOP^s."
     if M.ndim == 1: return (M * T.diagonal() * M).clamp(min=0).pow(power)
     if negative == "stay": return sym(M @ T @ M)
     return psd_power(M @ T @ M, power, negative=negative)
 
 # %% ../../nbs/machines/04_updates.ipynb #b31c71d7
-def trace_of(M: Tensor, # d × d or d
-            ) -> Tensor:
+def trace_of(
+    M: Tensor, # d × d or d
+) -> Tensor:
     "tr M."
     return M.sum() if M.ndim == 1 else M.diagonal().sum()
 
 # %% ../../nbs/machines/04_updates.ipynb #7c7aca84
-def rescale(M: Tensor, # d × d or d vector
-            how: str | None, # "trace", "max" or None
-           ) -> Tensor:
+def rescale(
+    M: Tensor, # d × d or d vector
+    how: str | None, # "trace", "max" or None
+) -> Tensor:
     "M with trace d, with largest entry 1, or as it is."
     if how is None: return M
     size = trace_of(M) / len(M) if how == "trace" else M.max()
     return M / size
 
 # %% ../../nbs/machines/04_updates.ipynb #a42ecac6
-def effective_rank(M: Tensor, # d × d or d
-                  ) -> float: # between 1 and d
+def effective_rank(
+    M: Tensor, # d × d or d
+) -> float: # between 1 and d
     "(tr M)² / tr M²: how many directions share the trace."
     return float(trace_of(M)**2 / M.square().sum())
 
@@ -93,48 +94,60 @@ class UpdateRule:
     usual: ClassVar[int] = 3 # updates, where none were asked for
     criterion: ClassVar[str] = "loo" # what chooses a ridge at M = I that was left open
 
-    def check(self,
-              s: "Settings", # of the machine
-             ) -> None:
+    def check(
+        self,
+        s: "Settings", # of the machine
+    ) -> None:
         "Raise if these settings do not go with the rule."
 
-    def look(self,
-             fit: "Fit", # the one just made
-            ) -> None:
+    def look(
+        self,
+        fit: "Fit", # the one just made
+    ) -> None:
         "Add to `fit.row` what the rule has to say of a fit."
 
-    def arrived(self,
-                fit: "Fit", # the one just made
-               ) -> bool:
+    def arrived(
+        self,
+        fit: "Fit", # the one just made
+    ) -> bool:
         "Is this a fixed point?"
         return False
 
-    def propose(self,
-                fit: "Fit", # the one just made
-               ) -> Tensor | None: # None: nothing better was found
+    def propose(
+        self,
+        fit: "Fit", # the one just made
+    ) -> Tensor | None: # None: nothing better was found
         "The next metric, before it is rescaled."
         raise NotImplementedError(f"{type(self).__name__} must define propose(fit)")
 
-    def ridge_for(self,
-                  fit: "Fit", # the one just made
-                 ) -> float | None: # None: as it was
+    def ridge_for(
+        self,
+        fit: "Fit", # the one just made
+    ) -> float | None: # None: as it was
         "The ridge that goes with the metric proposed last."
         return None
 
-    def objection(self,
-                  fit: "Fit", # the one just made
-                  M: Tensor, # what was proposed, d × d or d
-                 ) -> str | None:
+    def objection(
+        self,
+        fit: "Fit", # the one just made
+        M: Tensor, # what was proposed, d × d or d
+    ) -> str | None:
         "Why the run must end at the proposed metric, if it must."
-        if not torch.isfinite(M).all(): return "the update of M is not finite"
-        if trace_of(M) > 0: return None
-        return "the update of M is zero (constant targets, or too large a ridge)"
+        return _unusable(M)
+
+# %% ../../nbs/machines/04_updates.ipynb #07b413ab
+def _unusable(M: Tensor) -> str | None:
+    "What is wrong with a metric that no machine can be fitted in."
+    if not torch.isfinite(M).all(): return "the update of M is not finite"
+    if trace_of(M) > 0: return None
+    return "the update of M is zero (constant targets, or too large a ridge)"
 
 # %% ../../nbs/machines/04_updates.ipynb #dba16d4c
-def check_choice(value: Any, # what was passed
-                 name: str, # how the message calls it
-                 good: tuple, # what it may be
-                ) -> None:
+def check_choice(
+    value: Any, # what was passed
+    name: str, # how the message calls it
+    good: tuple, # what it may be
+) -> None:
     "Raise unless the value is one of those that are allowed."
     if value not in good: raise ValueError(f"{name} must be one of {good}, not {value!r}")
 
@@ -156,10 +169,11 @@ class Fact(UpdateRule):
         if self.geometric == "simple" and s.kernel.radial:
             raise ValueError('geometric="simple" is for inner-product kernels; use geometric=True')
 
-    def next_metric(self,
-                    M: Tensor, # d × d or d
-                    S: Tensor, # d × d, with FACT = M S
-                   ) -> Tensor:
+    def next_metric(
+        self,
+        M: Tensor, # d × d or d
+        S: Tensor, # d × d, with FACT = M S
+    ) -> Tensor:
         "The next metric from S."
         return fact_update(M, S, self.geometric, self.negative)
 
@@ -178,68 +192,88 @@ class Nfa(UpdateRule):
         check_number(self.power, "power", above=0)
         check_choice(self.negative, "negative", ("clip", "stay") if self.power == 1 else ("clip",))
 
-    def next_metric(self,
-                    M: Tensor, # d × d or d
-                    T: Tensor, # d × d, with AGOP = M T M
-                   ) -> Tensor:
+    def next_metric(
+        self,
+        M: Tensor, # d × d or d
+        T: Tensor, # d × d, with AGOP = M T M
+    ) -> Tensor:
         "The next metric from T."
         return nfa_update(M, T, self.power, self.negative)
 
     def propose(self, fit: "Fit") -> Tensor: return self.next_metric(fit.M, fit.T)
 
 # %% ../../nbs/machines/04_updates.ipynb #01c18199
-def objective(Y: Tensor, # n × c targets
-              alpha: Tensor, # n × c: (K_M + nλI)⁻¹ Y
-              M: Tensor, # d × d, or d weights
-             ) -> float:
+def objective(
+    Y: Tensor, # n × c targets
+    alpha: Tensor, # n × c: (K_M + nλI)⁻¹ Y
+    M: Tensor, # d × d, or d weights
+) -> float:
     "φ(M) = ½⟨Y, α⟩ + ½ tr M."
     trace = M.sum() if M.ndim == 1 else M.trace()
     wide = dtype_for(Y.device)
     return float((Y.to(wide) * alpha.to(wide)).sum() + trace) / 2
 
 # %% ../../nbs/machines/04_updates.ipynb #d6367d96
-def metric_of(W: Tensor, # k × d or d
-             ) -> Tensor: # d × d or d
+def metric_of(
+    W: Tensor, # k × d or d
+) -> Tensor: # d × d or d
     "M = WᵀW."
     return W * W if W.ndim == 1 else W.T @ W
 
 # %% ../../nbs/machines/04_updates.ipynb #d5289125
-def root_of(M: Tensor, # d × d or d
-           ) -> Tensor: # d × d, or d
+def root_of(
+    M: Tensor, # d × d or d
+) -> Tensor: # d × d, or d
     "W = M^½; what rounding left below zero counts as zero."
     return M.clamp(min=0).sqrt() if M.ndim == 1 else psd_power(M, .5, negative="clip")
 
 # %% ../../nbs/machines/04_updates.ipynb #b4ec0303
-def gradient(W: Tensor, # with WᵀW = M
-             S: Tensor, # d × d, with FACT = M S
-            ) -> Tensor: # like W
+def gradient(
+    W: Tensor, # with WᵀW = M
+    S: Tensor, # d × d, with FACT = M S
+) -> Tensor: # like W
     "∇φ = W(I − S)."
     return W * (1 - S.diagonal()) if W.ndim == 1 else W - W @ S
 
 # %% ../../nbs/machines/04_updates.ipynb #822e4176
-def defect(M: Tensor, # d × d, or d weights
-           S: Tensor, # d × d, with FACT = M S
-           cut: float = 1e-6, # eigenvalues of M below this share of the largest count as zero
-          ) -> float:
+def defect(
+    M: Tensor, # d × d, or d weights
+    S: Tensor, # d × d, with FACT = M S
+    cut: float = 1e-6, # eigenvalues of M below this share of the largest count as zero
+) -> float:
     "‖(I − S)P‖/√rank, P the range of M; 0 for M = 0."
-    if M.ndim == 1:
-        e = (1 - S.diagonal())[M > cut * M.max()]
-        return float(e.square().mean().sqrt()) if len(e) else 0.
-    m, V = torch.linalg.eigh(M)
-    V = V[:, m > cut * m[-1].clamp(min=0)]
+    if M.ndim == 1: return _diagonal_defect(M, S.diagonal(), cut)
+    V = _range_of(M, cut)
     rank = V.shape[1]
-    if rank == 0 or m[-1] <= 0: return 0.
-    return float((V - S @ V).norm()) / rank**.5
+    return float((V - S @ V).norm()) / rank**.5 if rank else 0.
+
+# %% ../../nbs/machines/04_updates.ipynb #e76044c4
+def _range_of(M: Tensor, cut: float) -> Tensor: # d × rank
+    "The eigenvectors of M whose eigenvalues count; none for M = 0."
+    m, V = torch.linalg.eigh(M)
+    return V[:, m > cut * m[-1]] if m[-1] > 0 else V[:, :0]
+
+# %% ../../nbs/machines/04_updates.ipynb #3a8ff642
+def _diagonal_defect(m: Tensor, s: Tensor, cut: float) -> float:
+    "The same for weights and the diagonal of S: a root mean square."
+    e = (1 - s)[m > cut * m.max()]
+    return float(e.square().mean().sqrt()) if len(e) else 0.
 
 # %% ../../nbs/machines/04_updates.ipynb #fc9c61fb
 Pair = tuple[Tensor, Tensor] # a step ΔW, and the change of the gradient along it
 
-def direction(g: Tensor, # ∇φ at W
-              pairs: list[Pair], # the last few, the newest last
-              S: Tensor, # with FACT = M S; gives the length of a step without memory
-             ) -> Tensor: # like g
+def direction(
+    g: Tensor, # ∇φ at W
+    pairs: list[Pair], # the last few, the newest last
+    S: Tensor, # with FACT = M S; gives the length of a step without memory
+) -> Tensor: # like g
     "−H ∇φ, H the inverse Hessian that the pairs suggest (L-BFGS)."
-    if not pairs: return -g / max(1., float((1 - torch.linalg.eigvalsh(S)).abs().max()))
+    if pairs: return -_times_inverse_hessian(g, pairs)
+    return -g / max(1., float((1 - torch.linalg.eigvalsh(S)).abs().max()))
+
+# %% ../../nbs/machines/04_updates.ipynb #84dda347
+def _times_inverse_hessian(g: Tensor, pairs: list[Pair]) -> Tensor:
+    "H g, by the two loops of L-BFGS."
     q, a = g.clone(), []
     for s, y in reversed(pairs):
         a.append((s * q).sum() / (s * y).sum())
@@ -248,24 +282,26 @@ def direction(g: Tensor, # ∇φ at W
     q *= (s * y).sum() / (y * y).sum()
     for (s, y), b in zip(pairs, reversed(a)):
         q += (b - (y * q).sum() / (s * y).sum()) * s
-    return -q
+    return q
 
 # %% ../../nbs/machines/04_updates.ipynb #74f6a65e
-def fell(before: float, # φ where we are
-         after: float, # φ at the trial
-         promised: float, # the fall that is asked for
-        ) -> bool:
+def fell(
+    before: float, # φ where we are
+    after: float, # φ at the trial
+    promised: float, # the fall that is asked for
+) -> bool:
     "Is the trial lower, and by as much as was promised?"
     return after < before and after <= before - promised
 
 # %% ../../nbs/machines/04_updates.ipynb #5c8ea6bc
-def search(W: Tensor, # where we are
-           g: Tensor, # ∇φ there
-           d: Tensor, # the direction
-           phi: float, # φ there
-           at: Callable[[Tensor], float], # φ at a metric
-           tries: int = 15, # halvings
-          ) -> tuple[Tensor, Tensor] | None: # the new W and M
+def search(
+    W: Tensor, # where we are
+    g: Tensor, # ∇φ there
+    d: Tensor, # the direction
+    phi: float, # φ there
+    at: Callable[[Tensor], float], # φ at a metric
+    tries: int = 15, # halvings
+) -> tuple[Tensor, Tensor] | None: # the new W and M
     "The first of W + d, W + d/2, W + d/4, … at which φ falls enough; None when there is none."
     slope = float((g * d).sum())
     for k in range(tries if slope < 0 else 0):
@@ -275,9 +311,10 @@ def search(W: Tensor, # where we are
     return None
 
 # %% ../../nbs/machines/04_updates.ipynb #f474a00d
-def nearest(W: Tensor, # the last one
-            M: Tensor, # the new metric
-           ) -> Tensor:
+def nearest(
+    W: Tensor, # the last one
+    M: Tensor, # the new metric
+) -> Tensor:
     "The factor of M that is closest to W."
     R = root_of(M)
     if M.ndim == 1: return R * torch.where(W < 0, -1., 1.).to(M)
@@ -294,10 +331,11 @@ class Way:
     jump: bool = True # is FACT's own jump still tried?
 
 # %% ../../nbs/machines/04_updates.ipynb #baed29f3
-def remember(way: Way, # the descent so far
-             g: Tensor, # ∇φ at way.W
-             keep: int = 10, # pairs
-            ) -> list[Pair]:
+def remember(
+    way: Way, # the descent so far
+    g: Tensor, # ∇φ at way.W
+    keep: int = 10, # pairs
+) -> list[Pair]:
     "The pairs, with the last step added if the gradient rose along it."
     if way.old is None: return way.pairs
     s, y = way.W - way.old[0], g - way.old[1]
@@ -312,24 +350,31 @@ class Descended(NamedTuple):
     step: str # "jump", "descent" or "none"
 
 # %% ../../nbs/machines/04_updates.ipynb #a559de65
-def descend(way: Way, # of the last step
-            S: Tensor, # with FACT = M S at WᵀW
-            phi: float, # φ there
-            at: Callable[[Tensor], float], # φ at a metric
-            jump: Callable[[], Tensor], # FACT's own next M
-           ) -> Descended:
+def descend(
+    way: Way, # of the last step
+    S: Tensor, # with FACT = M S at WᵀW
+    phi: float, # φ there
+    at: Callable[[Tensor], float], # φ at a metric
+    jump: Callable[[], Tensor], # FACT's own next M
+) -> Descended:
     "One step that lowers φ."
-    W, g = way.W, gradient(way.W, S)
-    pairs, jumps = remember(way, g), way.jump
-    if jumps:
+    here = way.W, gradient(way.W, S)
+    pairs = remember(way, here[1])
+    if way.jump:
         M = jump()
         if torch.isfinite(M).all() and fell(phi, at(M), .1 * phi):
-            return Descended(Way(nearest(W, M), pairs, (W, g)), M, "jump")
-        jumps = False
+            return Descended(Way(nearest(way.W, M), pairs, here), M, "jump")
+    return _walk_down(here, pairs, S, phi, at)
+
+# %% ../../nbs/machines/04_updates.ipynb #dc84f595
+def _walk_down(here: Pair, pairs: list[Pair], S: Tensor, phi: float,
+               at: Callable[[Tensor], float]) -> Descended:
+    "A step from W along its gradient; no jump is tried after it."
+    W, g = here
     for known in ([pairs, []] if pairs else [[]]):
         found = search(W, g, direction(g, known, S), phi, at)
-        if found: return Descended(Way(found[0], known, (W, g), jumps), found[1], "descent")
-    return Descended(Way(W, pairs, (W, g), jumps), None, "none")
+        if found: return Descended(Way(found[0], known, here, False), found[1], "descent")
+    return Descended(Way(W, pairs, here, False), None, "none")
 
 # %% ../../nbs/machines/04_updates.ipynb #85b10225
 @dataclass(frozen=True)
@@ -346,24 +391,33 @@ class Descent(UpdateRule):
                          "use normalize=None")
 
     def look(self, fit: "Fit") -> None:
-        if fit.residual > 1e-4:
-            raise ValueError(f"the kernel matrix is singular with ridge {fit.settings.ridge:g}, "
-                             "so that the objective is infinite: use a ridge > 0")
+        _check_objective(fit)
         fit.row |= dict(defect=defect(fit.M, fit.S), step="none", trials=0)
 
     def arrived(self, fit: "Fit") -> bool: return fit.row["defect"] <= self.settle
 
-    def propose(self, fit: "Fit") -> Tensor | None:
-        way = Way(**fit.memory) if fit.memory else Way(root_of(fit.M))
-        jump = lambda: fact_update(fit.M, fit.S, negative="clip")
-        way, M, fit.row["step"] = descend(way, fit.S, fit.row["objective"], fit.trial, jump)
-        fit.memory = dict(vars(way))
-        return M
+    def propose(self, fit: "Fit") -> Tensor | None: return _descend_from(fit)
 
     def objection(self, fit: "Fit", M: Tensor) -> str | None:
         if not torch.isfinite(M).all(): return super().objection(fit, M)
         if trace_of(M) > 1e-9 * fit.row["objective"]: return None
         return "M shrinks to zero: the ridge is too large for any feature to pay"
+
+# %% ../../nbs/machines/04_updates.ipynb #93df62ee
+def _descend_from(fit: "Fit") -> Tensor | None:
+    "One step from where the fit is; the way so far stays in its memory."
+    way = Way(**fit.memory) if fit.memory else Way(root_of(fit.M))
+    jump = lambda: fact_update(fit.M, fit.S, negative="clip")
+    way, M, fit.row["step"] = descend(way, fit.S, fit.row["objective"], fit.trial, jump)
+    fit.memory = dict(vars(way))
+    return M
+
+# %% ../../nbs/machines/04_updates.ipynb #8aef1255
+def _check_objective(fit: "Fit") -> None:
+    "Raise if α does not solve the system, so that φ means nothing."
+    if fit.residual <= 1e-4: return
+    raise ValueError(f"the kernel matrix is singular with ridge {fit.settings.ridge:g}, "
+                     "so that the objective is infinite: use a ridge > 0")
 
 # %% ../../nbs/machines/04_updates.ipynb #5d46cfc8
 @dataclass
@@ -381,16 +435,18 @@ class Sight:
 # %% ../../nbs/machines/04_updates.ipynb #7d139163
 _LOG_RIDGE = (math.log(1e-4), math.log(30))
 
-def pack_point(W: Tensor, # d × d or d
-               ridge: float, # ρ
-              ) -> Tensor:
+def pack_point(
+    W: Tensor, # d × d or d
+    ridge: float, # ρ
+) -> Tensor:
     "W and log ρ in one vector."
     return torch.cat([W.flatten(), W.new_full((1,), math.log(max(ridge, 1e-4)))])
 
 # %% ../../nbs/machines/04_updates.ipynb #316be3db
-def unpack_point(z: Tensor, # from `pack_point`
-                 diagonal: bool, # is W a vector?
-                ) -> tuple[Tensor, float]: # W, ρ
+def unpack_point(
+    z: Tensor, # from `pack_point`
+    diagonal: bool, # is W a vector?
+) -> tuple[Tensor, float]: # W, ρ
     "W and ρ of such a vector."
     d = len(z) - 1 if diagonal else math.isqrt(len(z) - 1)
     return z[:-1] if diagonal else z[:-1].view(d, d), math.exp(float(z[-1]))
@@ -403,46 +459,57 @@ class EvidenceLook(NamedTuple):
     seen: Likelihood | None # what it is made of; None where there is no factor
 
 # %% ../../nbs/machines/04_updates.ipynb #17c1b0d9
-def look_at(s: Sight, # the rows that are looked at
-            z: Tensor, # W and log ρ, from `pack_point`
-           ) -> EvidenceLook:
+def look_at(
+    s: Sight, # the rows that are looked at
+    z: Tensor, # W and log ρ, from `pack_point`
+) -> EvidenceLook:
     "One kernel matrix and one factor; K and C stay in the sight's memory."
     W, ridge = unpack_point(z, s.diagonal)
+    seen = evidence(_kernel_matrix(s, W), ridge, s.Y, s.w)
+    if seen is None: return EvidenceLook(z, math.inf, None)
+    paid = 0. if s.prior is None else s.prior.value(W) / seen.rows
+    return EvidenceLook(z, seen.F + paid, seen)
+
+# %% ../../nbs/machines/04_updates.ipynb #b465a061
+def _kernel_matrix(s: Sight, W: Tensor) -> Tensor: # n × n, upper triangle
+    "K, with weights uKu, at the metric WᵀW."
     Z = s.X * W.to(s.X) if s.diagonal else s.X @ W.T.to(s.X)
     if s.room is None:
         s.room = s.X.new_empty(len(Z), len(Z)), s.X.new_empty(len(Z), len(Z))
     P = pairs_of(Z, None, None, s.kernel.radial)
     K, _ = evaluate_both(s.kernel, P, *s.room, mirror=False)
-    if s.w is not None:
-        u = s.w.sqrt()[:, None]
-        K.mul_(u).mul_(u.T)
-    seen = evidence(K, ridge, s.Y, s.w)
-    if seen is None: return EvidenceLook(z, math.inf, None)
-    paid = 0. if s.prior is None else s.prior.value(W) / seen.rows
-    return EvidenceLook(z, seen.F + paid, seen)
+    return weigh_(K, s.w)
 
 # %% ../../nbs/machines/04_updates.ipynb #38252cc3
-def evidence_gradient(s: Sight, # the rows that are looked at
-                      at: EvidenceLook, # the last look: its C is still there
-                     ) -> Tensor: # like at.z
+def evidence_gradient(
+    s: Sight, # the rows that are looked at
+    at: EvidenceLook, # the last look: its C is still there
+) -> Tensor: # like at.z
     "∇(F + π/n) in W and log ρ, as @eq-evidence-gradient has it."
     assert at.seen is not None and s.room is not None, "there is no gradient without a fit"
-    _, alpha, factor, fitted, rows = at.seen
     W, ridge = unpack_point(at.z, s.diagonal)
-    u = torch.ones_like(alpha[:, :1]) if s.w is None else s.w.sqrt()[:, None]
-    inverse = inverse_of(factor)
-    wide = dtype_for(alpha.device)
-    spread = float(inverse.diagonal().to(wide).sum()) + (rows - len(alpha)) / ridge
-    size = float((alpha / u).to(wide).square().sum())
-    slope = ridge * (spread / rows - size / fitted) / 2 if s.free else 0.
-    less = inverse.mul_(fitted / rows)
-    if s.w is not None:
-        less.mul_(u).mul_(u.T)
-    S = fact_core(s.room[1], alpha, s.X, s.kernel.radial, less).to(W)
-    g = (W * S.diagonal() if s.diagonal else W @ S) / -fitted
-    if s.prior is not None:
-        g = g + s.prior.pull(W) / rows
+    inverse = inverse_of(at.seen.factor)
+    slope = _ridge_slope(at.seen, inverse.diagonal(), ridge, s.w) if s.free else 0.
+    g = _metric_gradient(s, W, at.seen, inverse)
     return torch.cat([g.flatten(), g.new_full((1,), slope)])
+
+# %% ../../nbs/machines/04_updates.ipynb #a1d51a6a
+def _ridge_slope(seen: Likelihood, D: Tensor, ridge: float, w: Tensor | None) -> float:
+    "∂F/∂log ρ; D is the diagonal of A⁻¹."
+    wide = dtype_for(D.device)
+    u = torch.ones_like(seen.alpha[:, :1]) if w is None else w.sqrt()[:, None]
+    spread = float(D.to(wide).sum()) + (seen.rows - len(D)) / ridge
+    size = float((seen.alpha / u).to(wide).square().sum())
+    return ridge * (spread / seen.rows - size / seen.fitted) / 2
+
+# %% ../../nbs/machines/04_updates.ipynb #be556c31
+def _metric_gradient(s: Sight, W: Tensor, seen: Likelihood, inverse: Tensor) -> Tensor: # like W
+    "∇(F + π/n) in W; the inverse is overwritten."
+    assert s.room is not None, "the last look has filled it"
+    less = weigh_(inverse.mul_(seen.fitted / seen.rows), s.w)
+    S = fact_core(s.room[1], seen.alpha, s.X, s.kernel.radial, less).to(W)
+    g = (W * S.diagonal() if s.diagonal else W @ S) / -seen.fitted
+    return g if s.prior is None else g + s.prior.pull(W) / seen.rows
 
 # %% ../../nbs/machines/04_updates.ipynb #29e8ced9
 def _free_part(z: Tensor, g: Tensor) -> Tensor:
@@ -467,38 +534,44 @@ def _lower(s: Sight, here: EvidenceLook, g: Tensor, known: list[Pair]) -> Eviden
     return None
 
 # %% ../../nbs/machines/04_updates.ipynb #2dae2398
-def raise_evidence(s: Sight, # the rows that are looked at
-                   way: Way, # its W is the whole point, with log ρ
-                   steps: int, # at most
-                   deadline: float = math.inf, # of `perf_counter`: no further step after it
-                  ) -> tuple[Way, list[float]]: # where it led; the criterion at every point
+def raise_evidence(
+    s: Sight, # the rows that are looked at
+    way: Way, # its W is the whole point, with log ρ
+    steps: int, # at most
+    deadline: float = math.inf, # of `perf_counter`: no further step after it
+) -> tuple[Way, list[float]]: # where it led; the criterion at every point
     "Steps of L-BFGS that lower the criterion."
     here = look_at(s, way.W)
     values = [here.value]
     while len(values) <= steps and here.seen is not None and perf_counter() < deadline:
-        g = _free_part(here.z, evidence_gradient(s, here))
-        if g.norm() < 1e-9: break
-        pairs = remember(way, g)
-        found = _lower(s, here, g, pairs)
-        if found is None and pairs:
-            pairs, found = [], _lower(s, here, g, [])
-        if found is None: break
-        way, here = Way(found.z, pairs, (way.W, g)), found
+        step = _evidence_step(s, way, here)
+        if step is None: break
+        way, here = step
         values.append(here.value)
     return way, values
 
+# %% ../../nbs/machines/04_updates.ipynb #2523b941
+def _evidence_step(s: Sight, way: Way, here: EvidenceLook) -> tuple[Way, EvidenceLook] | None:
+    "One step down, and the look at where it leads; None at rest."
+    g = _free_part(here.z, evidence_gradient(s, here))
+    if g.norm() < 1e-9: return None
+    pairs = remember(way, g)
+    for known in ([pairs, []] if pairs else [[]]):
+        found = _lower(s, here, g, known)
+        if found: return Way(found.z, known, (way.W, g)), found
+    return None
+
 # %% ../../nbs/machines/04_updates.ipynb #c1c1013d
-def sight_of(fit: "Fit", # the one just made
-             prior: Prior | None, # what a metric far from the identity costs; None: nothing
-             rows: int, # at most so many, drawn at random
-            ) -> Sight:
+def sight_of(
+    fit: "Fit", # the one just made
+    prior: Prior | None, # what a metric far from the identity costs; None: nothing
+    rows: int, # at most so many, drawn at random
+) -> Sight:
     "The rows of a fit that are looked at."
     p, s = fit.problem, fit.settings
     X, Y, w = centred(p.X, s.kernel.radial), p.Y, p.w
-    n = len(X)
-    if n > rows:
-        drawn = torch.randperm(n, generator=torch.Generator().manual_seed(s.seed))
-        some = drawn[:rows].sort().values.to(X.device)
+    if len(X) > rows:
+        some = random_order(len(X), s.seed)[:rows].sort().values.to(X.device)
         X, Y, w = X[some], Y[some], None if w is None else w[some]
     if len(X) > 512:
         X, Y, w = X.float(), Y.float(), None if w is None else w.float()
@@ -519,38 +592,49 @@ class Evidence(UpdateRule):
         check_number(self.steps, "steps", low=1, whole=True)
         check_number(self.rows, "rows", low=2, whole=True)
 
-    def starts(self,
-               fit: "Fit", # the one just made
-              ) -> list[Way]:
+    def starts(
+        self,
+        fit: "Fit", # the one just made
+    ) -> list[Way]:
         "Where to begin."
         if fit.memory: return [Way(**fit.memory)]
-        ridge, W = fit.settings.ridge, root_of(fit.M)
-        lost = fit.problem.free_ridge and ridge >= RIDGES[-1]
-        return [Way(pack_point(W, r)) for r in ([ridge, .01] if lost else [ridge])]
+        W = root_of(fit.M)
+        return [Way(pack_point(W, ridge)) for ridge in _first_ridges(fit)]
 
     def propose(self, fit: "Fit") -> Tensor | None:
-        sight = sight_of(fit, self.prior, self.rows)
-        limit = fit.problem.deadline
+        sight, limit = sight_of(fit, self.prior, self.rows), fit.problem.deadline
         ends = [raise_evidence(sight, way, self.steps, limit) for way in self.starts(fit)]
-        way, values = min(ends, key=lambda end: end[1][-1])
-        fit.memory = dict(vars(way))
-        fit.row |= dict(criterion=values[-1], steps=len(values) - 1)
-        if len(values) == 1: return None
-        return metric_of(unpack_point(way.W, fit.M.ndim == 1)[0])
+        return _go_on_from(fit, *min(ends, key=lambda end: end[1][-1]))
 
     def ridge_for(self, fit: "Fit") -> float | None:
         if not fit.problem.free_ridge or not fit.memory: return None
         return math.exp(float(fit.memory["W"][-1]))
 
+# %% ../../nbs/machines/04_updates.ipynb #5d463252
+def _first_ridges(fit: "Fit") -> list[float]:
+    "The ridge of the fit; where it takes all for noise, a small one beside it."
+    ridge = fit.settings.ridge
+    lost = fit.problem.free_ridge and ridge >= RIDGES[-1]
+    return [ridge, .01] if lost else [ridge]
+
+# %% ../../nbs/machines/04_updates.ipynb #e34518b0
+def _go_on_from(fit: "Fit", way: Way, values: list[float]) -> Tensor | None: # None: no step
+    "The metric at the end of a way, which the fit remembers."
+    fit.memory = dict(vars(way))
+    fit.row |= dict(criterion=values[-1], steps=len(values) - 1)
+    if len(values) == 1: return None
+    return metric_of(unpack_point(way.W, fit.M.ndim == 1)[0])
+
 # %% ../../nbs/machines/04_updates.ipynb #b5569f8c
 UPDATES = ("fact", "nfa", "stable", "evidence") # the names
 
-def update_rule(update: "str | UpdateRule", # a name, or the rule itself
-                geometric: bool | str = True, # of Fact
-                negative: str = "abs", # of Fact
-                power: float = 1., # of Nfa
-                settle: float = 1e-3, # of Descent
-               ) -> UpdateRule:
+def update_rule(
+    update: "str | UpdateRule", # a name, or the rule itself
+    geometric: bool | str = True, # of Fact
+    negative: str = "abs", # of Fact
+    power: float = 1., # of Nfa
+    settle: float = 1e-3, # of Descent
+) -> UpdateRule:
     "The rule of this name with its settings; a rule comes back as it is."
     if isinstance(update, UpdateRule): return update
     if update == "fact": return Fact(geometric, negative)
