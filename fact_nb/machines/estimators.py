@@ -9,7 +9,7 @@ __all__ = ['make_kernel', 'FitEstimate', 'estimate_fit', 'RFMRegressor', 'import
 # %% ../../nbs/machines/00_estimators.ipynb #b174cdb4
 import io
 import json
-import time
+import timeit
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass, fields, replace
@@ -126,31 +126,39 @@ def _kernel_object(kernel: Any) -> Kernel:
                      f"fact_nb.machines.kernels.Kernel, not {kernel!r}")
 
 # %% ../../nbs/machines/00_estimators.ipynb #51bbdbfe
-def _machine_of(est: _Machine, metric: ErrorMetric, constant: bool) -> RFM:
-    "The machine with the estimator's parameters; without an update for constant targets."
+def _machine_of(est: _Machine, metric: ErrorMetric) -> RFM:
+    "The machine with the estimator's parameters."
     seed = int(check_random_state(est.random_state).randint(2**31 - 1))
-    m = RFM(**_settings_of(est), metric=metric, seed=seed, progress=bool(est.verbose))
-    if not constant: return m
-    return replace(m, update="fact", iters=0, holdout=None, patience=None, ridge=m.ridge or 1.)
+    return RFM(**_settings_of(est), metric=metric, seed=seed, progress=bool(est.verbose))
 
 # %% ../../nbs/machines/00_estimators.ipynb #0ca003af
 def _settings_of(est: _Machine) -> dict[str, Any]:
     "The parameters that a machine has too."
     params = est.get_params(deep=False)
     same = {f.name: params[f.name] for f in fields(Settings) if f.name in params}
-    same["kernel"] = make_kernel(est.kernel, est.bandwidth)
-    if est.iters is None:
-        same["iters"] = update_rule(est.update, est.geometric, est.negative, est.power).usual
-    return same
+    return same | dict(kernel=make_kernel(est.kernel, est.bandwidth), iters=_iters_of(est))
+
+# %% ../../nbs/machines/00_estimators.ipynb #ee964fde
+def _iters_of(est: _Machine) -> int:
+    "How many updates; where nothing was said, as many as the rule likes."
+    if est.iters is not None: return est.iters
+    return update_rule(est.update, est.geometric, est.negative, est.power).usual
+
+# %% ../../nbs/machines/00_estimators.ipynb #8cd9f46c
+def _without_updates(m: RFM) -> RFM:
+    "The machine for targets that do not vary."
+    return replace(m, update="fact", iters=0, holdout=None, patience=None, ridge=m.ridge or 1.)
 
 # %% ../../nbs/machines/00_estimators.ipynb #01443a43
+_Weights = np.ndarray | None # n: how often each row counts; None: once
+
 def _wrong_labels(F: Tensor, Y: Tensor, mean: Tensor) -> float:
     "Share of wrong labels, when the mean has been taken off both."
     F, Y = F + mean.to(F), Y + mean.to(Y)
     return share_of(F.argmax(1) != Y.argmax(1))
 
 # %% ../../nbs/machines/00_estimators.ipynb #8d2f2f7e
-def _fit_machine(est: _Machine, X: Any, Y: np.ndarray, w: np.ndarray | None,
+def _fit_machine(est: _Machine, X: Any, Y: np.ndarray, w: _Weights,
                  metric: ErrorMetric | None, val: tuple[Any, np.ndarray] | None) -> None:
     "Fit the RFM; sets mean_, encoding_, rfm_, M_, n_iter_, feature_importances_."
     counts = np.ones(len(Y)) if w is None else w
@@ -161,10 +169,10 @@ def _fit_machine(est: _Machine, X: Any, Y: np.ndarray, w: np.ndarray | None,
     rows = _row_tensors(est, tensor, X, Y)
     if val is not None and not constant:
         rows += _row_tensors(est, tensor, *val)
-    machine = _machine_of(est, metric or "mse", constant)
-    if suits_large(machine, rows[0], w is not None or len(rows) > 2):
-        return _fit_large_table(est, machine, rows[0], rows[1])
-    _fit_table(est, machine, rows, None if w is None else tensor(w))
+    m = _machine_of(est, metric or "mse")
+    if constant:
+        m = _without_updates(m)
+    _fit_tensors(est, m, rows, None if w is None else tensor(w))
 
 # %% ../../nbs/machines/00_estimators.ipynb #8698dc85
 def _hardly_vary(Y: np.ndarray, mean: np.ndarray) -> bool:
@@ -178,19 +186,18 @@ def _row_tensors(est: _Machine, tensor: Callable[[Any], Tensor], X: Any,
     return [tensor(encode(est.encoding_, X)), tensor(Y - est.mean_)]
 
 # %% ../../nbs/machines/00_estimators.ipynb #fdfb078e
-def _fit_table(est: _Machine, m: RFM, rows: list[Tensor], w: Tensor | None) -> None:
+def _fit_tensors(est: _Machine, m: RFM, rows: list[Tensor], w: Tensor | None) -> None:
     "Fit the machine to rows, and perhaps to rows that choose the iterate."
-    if est.verbose:
-        print(_announce(est, m, rows[0], rows[1]))
-    held = rows[2:] or [None, None]
-    est.rfm_ = m.fit(*rows[:2], *held, w)
+    _announce(est, m, rows[0], rows[1])
+    if suits_large(m, rows[0], w is not None or len(rows) > 2):
+        return _fit_large_table(est, m, rows[0], rows[1])
+    held: list[Any] = rows[2:] or [None, None]
+    est.rfm_ = m.fit(rows[0], rows[1], held[0], held[1], w)
     _describe(est)
 
 # %% ../../nbs/machines/00_estimators.ipynb #68643b13
 def _fit_large_table(est: _Machine, m: RFM, X: Tensor, Y: Tensor) -> None:
     "The same for many rows."
-    if est.verbose:
-        print(_announce(est, m, X, Y))
     est.rfm_ = fit_large(X, Y, large_settings(m, chosen=est.kernel is not None))
     if est.verbose:
         print(f"{type(est).__name__}: {est.rfm_.note}")
@@ -199,11 +206,16 @@ def _fit_large_table(est: _Machine, m: RFM, X: Tensor, Y: Tensor) -> None:
 
 # %% ../../nbs/machines/00_estimators.ipynb #217c6e45
 def _to_tensor(est: _Machine, X: Any) -> Callable[[Any], Tensor]:
-    "How arrays become tensors: on the estimator's device, float32 if X is or if that is enough."
+    "How arrays become tensors, on the estimator's device."
     where = device_of(est.device)
-    narrow = getattr(X, "dtype", None) == np.float32 or _single_is_enough(est, len(X))
-    dtype = torch.float32 if narrow else dtype_for(where)
+    dtype = _precision(est, X, where)
     return lambda A: torch.as_tensor(unframed(np.ascontiguousarray(A))).to(where, dtype)
+
+# %% ../../nbs/machines/00_estimators.ipynb #68483148
+def _precision(est: _Machine, X: Any, where: torch.device) -> torch.dtype:
+    "Single if the table is or if that is enough, else what the device has."
+    narrow = getattr(X, "dtype", None) == np.float32 or _single_is_enough(est, len(X))
+    return torch.float32 if narrow else dtype_for(where)
 
 # %% ../../nbs/machines/00_estimators.ipynb #3c90e1ab
 def _single_is_enough(est: _Machine, n: int) -> bool:
@@ -238,11 +250,14 @@ def _positions(est: _Machine) -> list[int]:
     "The columns that `categorical` names."
     if est.categorical is None: return []
     names = _names(est)
-    found = [names.index(c) if c in names else c for c in est.categorical]
-    for c in found:
-        if isinstance(c, (int, np.integer)) and 0 <= c < len(names): continue
-        raise ValueError(f"categorical names {c!r}, which is no column of X: {names[:5]} …")
-    return [int(c) for c in found]
+    return [_position(column, names) for column in est.categorical]
+
+# %% ../../nbs/machines/00_estimators.ipynb #2b69874e
+def _position(column: Any, names: list[str]) -> int:
+    "The number of a column that is given by name or by number."
+    at = names.index(column) if column in names else column
+    if isinstance(at, (int, np.integer)) and 0 <= at < len(names): return int(at)
+    raise ValueError(f"categorical names {at!r}, which is no column of X: {names[:5]} …")
 
 # %% ../../nbs/machines/00_estimators.ipynb #62c2478a
 def _as_frame(X: Any) -> pd.DataFrame | None: # None: there is nothing but numbers
@@ -263,10 +278,8 @@ def _holds_text(X: Any) -> bool:
         A = np.asarray(X)
         if A.dtype.kind in "OUS" and A.ndim == 2 and A.size:
             A.astype(np.float64)
-    except ValueError:
-        return True
-    except TypeError:
-        return False                                    # scikit-learn says what is wrong
+    except TypeError: return False                      # scikit-learn says what is wrong
+    except ValueError: return True
     return False
 
 # %% ../../nbs/machines/00_estimators.ipynb #dd10d654
@@ -292,7 +305,7 @@ def _numbers(est: _Machine, X: Any, reset: bool) -> np.ndarray: # n × d
     return X.toarray() if issparse(X) else X
 
 # %% ../../nbs/machines/00_estimators.ipynb #a621380c
-def _weights_of(X: Any, sample_weight: Any) -> np.ndarray | None: # n
+def _weights_of(X: Any, sample_weight: Any) -> _Weights:
     "How often each row counts; None: once."
     if sample_weight is None: return None
     like = np.zeros((len(X), 1))
@@ -336,21 +349,22 @@ class FitEstimate:
 def _speed(dtype: torch.dtype) -> float: # operations a second
     "The rate of one product of 384 × 384 matrices, the faster of two."
     A = torch.ones(384, 384, dtype=dtype)
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        A @ A
-        seconds.append(time.perf_counter() - start)
-    return 2 * 384**3 / max(min(seconds), 1e-6)
+    seconds = min(timeit.repeat(lambda: A @ A, number=1, repeat=2))
+    return 2 * 384**3 / max(seconds, 1e-6)
 
 # %% ../../nbs/machines/00_estimators.ipynb #99135392
 def _work(m: RFM, n: int, d: int, c: int) -> float:
-    "Operations of a fit: factors, products with the points, and what evidence looks at."
+    "Operations of a fit: factors, and products with the points."
     once = n**3 / 3 + 2 * n**2 * (d + c + 20)
-    if not isinstance(m.rule, Evidence): return (m.iters + 1) * (once + 2 * n**2 * d)
-    k = min(n, m.rule.rows)
+    if isinstance(m.rule, Evidence): return (m.iters + 1) * once + _look_work(m, m.rule, n, d, c)
+    return (m.iters + 1) * (once + 2 * n**2 * d)
+
+# %% ../../nbs/machines/00_estimators.ipynb #b6762f7d
+def _look_work(m: RFM, rule: Evidence, n: int, d: int, c: int) -> float:
+    "Operations of all that evidence looks at."
+    k = min(n, rule.rows)
     look = k**3 + 4 * k**2 * (d + c + 20)
-    return (m.iters + 1) * once + (1.3 * m.rule.steps * m.iters + 2) * look
+    return (1.3 * rule.steps * m.iters + 2) * look
 
 # %% ../../nbs/machines/00_estimators.ipynb #fc9bf6bb
 def _estimate(m: RFM, X: Tensor, Y: Tensor, memory: float | None) -> FitEstimate:
@@ -379,9 +393,10 @@ def _large_estimate(m: RFM, X: Tensor, c: int, memory: float | None) -> FitEstim
     return FitEstimate(n, d, _seconds(work, torch.float32), size, "large", reason)
 
 # %% ../../nbs/machines/00_estimators.ipynb #70749a44
-def _announce(est: _Machine, m: RFM, X: Tensor, Y: Tensor) -> str:
-    "What will be done, in one line."
-    return f"{type(est).__name__}: {_estimate(m, X, Y, est.memory)}"
+def _announce(est: _Machine, m: RFM, X: Tensor, Y: Tensor) -> None:
+    "Say in one line what will be done, if that is wanted."
+    if est.verbose:
+        print(f"{type(est).__name__}: {_estimate(m, X, Y, est.memory)}")
 
 # %% ../../nbs/machines/00_estimators.ipynb #estpubli
 def estimate_fit(
@@ -395,7 +410,7 @@ def estimate_fit(
     e = learn_encoding(X, _names(one), np.ones(len(X)), _positions(one), one.scale)
     Z = _to_tensor(one, X)(encode(e, X))
     like = Z.new_empty(len(X), _outputs(one, np.asarray(_array(y)), len(X)))
-    return _estimate(_machine_of(one, "mse", False), Z, like, one.memory)
+    return _estimate(_machine_of(one, "mse"), Z, like, one.memory)
 
 # %% ../../nbs/machines/00_estimators.ipynb #cc9c5127
 def _outputs(est: _Machine, y: np.ndarray, n: int) -> int:
@@ -434,14 +449,19 @@ def _flat(A: np.ndarray) -> np.ndarray: # n, or n × c
 
 # %% ../../nbs/machines/00_estimators.ipynb #0313f4e2
 def _scored(scoring: Any, mean: np.ndarray, classes: np.ndarray | None) -> ErrorMetric:
-    "A scorer as an error: the smaller the better. Without classes: regression."
+    "A scorer as an error: the smaller the better."
     scorer = get_scorer(scoring) if isinstance(scoring, str) else scoring
     def error(F: Tensor, Y: Tensor) -> float:
         S, T = (A.cpu().double().numpy() + mean for A in (F, Y))
-        rows = np.zeros((len(S), 1))
-        if classes is None: return -float(scorer(_NumberAnswers(S), rows, _flat(T)))
-        return -float(scorer(_LabelAnswers(S, classes), rows, classes[T.argmax(1)]))
+        return -_score(scorer, S, T, classes)
     return error
+
+# %% ../../nbs/machines/00_estimators.ipynb #5dd45a57
+def _score(scorer: Any, S: np.ndarray, T: np.ndarray, classes: np.ndarray | None) -> float:
+    "What a scorer says; without classes scores and targets are numbers."
+    rows = np.zeros((len(S), 1))
+    if classes is None: return float(scorer(_NumberAnswers(S), rows, _flat(T)))
+    return float(scorer(_LabelAnswers(S, classes), rows, classes[T.argmax(1)]))
 
 # %% ../../nbs/machines/00_estimators.ipynb #33f06ffe
 def _kernel_to_json(kernel: str | Kernel | None) -> str | dict[str, Any] | None:
@@ -633,7 +653,7 @@ def _read(cls: type, path: str | Path) -> _Stored:
 
 # %% ../../nbs/machines/00_estimators.ipynb #36228f8d
 def _not_ours(cls: type, path: str | Path, e: Exception) -> ValueError:
-    "The error for a file that `save` did not write."
+    "For a file that `save` did not write."
     return ValueError(f"{path} is not a file that {cls.__name__}.save wrote ({type(e).__name__}): "
                       "fit the estimator and save it again (pickles are never read)")
 
@@ -678,12 +698,16 @@ class RFMRegressor(RegressorMixin, _Saved):
 # %% ../../nbs/machines/00_estimators.ipynb #11d57f6c
 def _number_rows(est: RFMRegressor, X: Any, y: Any, reset: bool) -> tuple[Any, np.ndarray]:
     "Inputs and targets, checked."
-    if y is None:
-        raise ValueError("RFMRegressor requires y to be passed, but the target y is None")
+    _check_given(y, "RFMRegressor")
     X = _table(est, X, reset)
     y = check_array(_array(y), ensure_2d=False, dtype=np.float64, input_name="y")
     check_consistent_length(X, y)
     return X, y
+
+# %% ../../nbs/machines/00_estimators.ipynb #895704a9
+def _check_given(y: Any, name: str) -> None:
+    "Raise if there are no targets, in scikit-learn's words."
+    if y is None: raise ValueError(f"{name} requires y to be passed, but the target y is None")
 
 # %% ../../nbs/machines/00_estimators.ipynb #a05838d9
 def _as_columns(y: np.ndarray) -> np.ndarray: # n × c
@@ -724,10 +748,14 @@ def plot_metric(
     M = np.diag(est.M_) if est.M_.ndim == 1 else est.M_
     top = np.sort(M.diagonal().argsort()[::-1][:most])
     fig = heatmaps({"M": M[np.ix_(top, top)]}, height=4)
-    names = est.get_feature_names_out()[top]
-    fig.axes[0].set_xticks(range(len(top)), names, rotation=90)
-    fig.axes[0].set_yticks(range(len(top)), names)
+    _name_axes(fig.axes[0], est.get_feature_names_out()[top])
     return fig
+
+# %% ../../nbs/machines/00_estimators.ipynb #616e1c4b
+def _name_axes(ax: Any, names: np.ndarray) -> None:
+    "A name for each row and each column of a matrix."
+    ax.set_xticks(range(len(names)), names, rotation=90)
+    ax.set_yticks(range(len(names)), names)
 
 # %% ../../nbs/machines/00_estimators.ipynb #6c21daa9
 def as_probability(
@@ -770,14 +798,18 @@ def sharpness_of(
     w: np.ndarray, # n: how often each row counts
 ) -> float: # between 1 and 60
     "The a under which the labels are most probable: there the expected score is the true one."
-    true = (S * Y).sum(1)
-    def excess(a: float) -> float: return float(w @ ((as_probability(S, a) * S).sum(1) - true))
+    excess = partial(_excess, S=S, Y=Y, w=w)
     if excess(1.) >= 0: return 1.
     return 60. if excess(60.) <= 0 else float(brentq(excess, 1., 60., xtol=1e-13))
 
+# %% ../../nbs/machines/00_estimators.ipynb #ba4e5109
+def _excess(a: float, S: np.ndarray, Y: np.ndarray, w: np.ndarray) -> float:
+    "How far the expected score lies above the true one; it rises with a."
+    return float(w @ ((as_probability(S, a) * S).sum(1) - (S * Y).sum(1)))
+
 # %% ../../nbs/machines/00_estimators.ipynb #26aae509
 def _plain(y: Any) -> Any:
-    "An object array of labels of one type, as an array of that type."
+    "Labels of one type, out of an object array."
     if getattr(y, "dtype", None) != object: return y
     values = np.asarray(y)
     if values.ndim != 1 or len({type(v) for v in values}) != 1: return y
@@ -842,8 +874,7 @@ class RFMClassifier(ClassifierMixin, _Saved):
 # %% ../../nbs/machines/00_estimators.ipynb #575dcab8
 def _labels(X: Any, y: Any) -> np.ndarray: # n, or n × c
     "Labels, checked."
-    if y is None:
-        raise ValueError("RFMClassifier requires y to be passed, but the target y is None")
+    _check_given(y, "RFMClassifier")
     y = _plain(_array(y))
     check_classification_targets(y)
     y = _indicators(y) if type_of_target(y) == "multilabel-indicator" else _label_column(y)
@@ -866,20 +897,25 @@ def _label_column(y: Any) -> np.ndarray: # n
 def _hot(est: RFMClassifier, y: np.ndarray) -> np.ndarray: # n × c
     "Labels as rows of zeros and ones."
     if est.multilabel_: return y.astype(np.float64)
-    unknown = np.setdiff1d(y, est.classes_)
-    if len(unknown):
-        raise ValueError(f"eval_set has the label {unknown[0]!r}, training rows do not")
+    _check_known(y, est.classes_)
     return np.eye(len(est.classes_))[np.searchsorted(est.classes_, y)]
 
+# %% ../../nbs/machines/00_estimators.ipynb #0487655f
+def _check_known(y: np.ndarray, classes: np.ndarray) -> None:
+    "Raise at a label that no training row has."
+    unknown = np.setdiff1d(y, classes)
+    if len(unknown):
+        raise ValueError(f"eval_set has the label {unknown[0]!r}, training rows do not")
+
 # %% ../../nbs/machines/00_estimators.ipynb #3fbf5748
-def _by_class(est: RFMClassifier, y: np.ndarray, w: np.ndarray | None) -> np.ndarray | None: # n
+def _by_class(est: RFMClassifier, y: np.ndarray, w: _Weights) -> _Weights:
     "Weights of the rows with those of their classes."
     if est.class_weight is None: return w
     by_class = compute_sample_weight(est.class_weight, y)
     return by_class if w is None else w * by_class
 
 # %% ../../nbs/machines/00_estimators.ipynb #98fcbe8f
-def _label_metric(est: RFMClassifier, Y: np.ndarray, w: np.ndarray | None) -> ErrorMetric | None:
+def _label_metric(est: RFMClassifier, Y: np.ndarray, w: _Weights) -> ErrorMetric | None:
     "The error of a prediction; None: mean squares."
     if est.multilabel_: return None
     mean = np.average(Y, axis=0, weights=w)
@@ -887,23 +923,25 @@ def _label_metric(est: RFMClassifier, Y: np.ndarray, w: np.ndarray | None) -> Er
     return partial(_wrong_labels, mean=torch.tensor(mean))
 
 # %% ../../nbs/machines/00_estimators.ipynb #9ace7182
-def _calibrated(est: RFMClassifier, Y: np.ndarray, w: np.ndarray | None) -> float:
+def _calibrated(est: RFMClassifier, Y: np.ndarray, w: _Weights) -> float:
     "The sharpness of the probabilities."
-    if Y.shape[1] < 2 or est.multilabel_: return 6.
-    found = _left_out(est, Y, w)
+    found = None if Y.shape[1] < 2 or est.multilabel_ else _left_out(est, Y, w)
     if found is None: return 6.
     S, hot, often = found
     return sharpness_of(S + est.mean_, hot + est.mean_, often)
 
 # %% ../../nbs/machines/00_estimators.ipynb #c5aabbd0
-def _left_out(est: RFMClassifier, Y: np.ndarray,
-              w: np.ndarray | None) -> tuple[np.ndarray, ...] | None: # scores, targets, counts
-    "What rows would get from a machine that has not seen them."
+def _left_out(est: RFMClassifier, Y: np.ndarray, w: _Weights) -> tuple[np.ndarray, ...] | None:
+    "Scores from machines that have not seen the row; targets, and how often each counts."
     m = est.rfm_
-    if isinstance(m, LargeFit):
-        S, hot = (A.double().numpy() for A in m.left_out)
-        return S, hot, np.ones(len(S))
+    if not isinstance(m, LargeFit): return _one_left_out(m, Y - est.mean_, w)
+    S, hot = (A.double().numpy() for A in m.left_out)
+    return S, hot, np.ones(len(S))
+
+# %% ../../nbs/machines/00_estimators.ipynb #f06a92e3
+def _one_left_out(m: RFM, Y: np.ndarray, w: _Weights) -> tuple[np.ndarray, ...] | None:
+    "The same by leaving one row out; rows of weight zero were never in."
     kept = slice(None) if w is None else w > 0
-    T = torch.as_tensor(Y[kept] - est.mean_).to(m.predictor.X)
+    T = torch.as_tensor(Y[kept]).to(m.predictor.X)
     found = left_out_scores(m, T, None if w is None else torch.as_tensor(w[kept]).to(T))
     return None if found is None else tuple(A.cpu().double().numpy() for A in found)

@@ -52,10 +52,19 @@ def number_block(
     column: pd.Series, # numbers, booleans or lengths of time
 ) -> np.ndarray: # n × 1
     "Numbers, with nan for what is missing."
-    if is_timedelta64_dtype(column.dtype):
-        return (column.dt.total_seconds() / 86400).to_numpy(np.float64)[:, None]
+    values = _in_days(column) if is_timedelta64_dtype(column.dtype) else _as_floats(column)
+    return _not_endless(values, column.name)[:, None]
+
+# %% ../../nbs/machines/12_inputs.ipynb #457b9ac8
+def _in_days(column: pd.Series) -> np.ndarray: # n
+    "Lengths of time as numbers of days."
+    return (column.dt.total_seconds() / 86400).to_numpy(np.float64)
+
+# %% ../../nbs/machines/12_inputs.ipynb #c3598847
+def _as_floats(column: pd.Series) -> np.ndarray: # n
+    "Numbers and booleans of any type, pandas' own included."
     values = pd.to_numeric(column.astype(object).where(column.notna(), np.nan))
-    return _not_endless(values.to_numpy(np.float64), column.name)[:, None]
+    return values.to_numpy(np.float64)
 
 # %% ../../nbs/machines/12_inputs.ipynb #e3683ab0
 def _not_endless(values: np.ndarray, name: Any) -> np.ndarray:
@@ -78,10 +87,15 @@ def date_block(
 
 # %% ../../nbs/machines/12_inputs.ipynb #0601ce7c
 def _days_since_1970(column: pd.Series) -> np.ndarray: # n; nan where there is no date
-    "Dates as days and parts of days, in universal time."
-    stamps = column.dt.to_timestamp() if isinstance(column.dtype, pd.PeriodDtype) else column
-    since = pd.to_datetime(stamps, utc=True) - pd.Timestamp(0, tz="utc")
+    "Dates as days and parts of days."
+    since = _moment_of(column) - pd.Timestamp(0, tz="utc")
     return (since / pd.Timedelta(days=1)).to_numpy(np.float64)
+
+# %% ../../nbs/machines/12_inputs.ipynb #22f213b1
+def _moment_of(column: pd.Series) -> pd.Series:
+    "Dates in universal time; a period counts from its beginning."
+    whole = isinstance(column.dtype, pd.PeriodDtype)
+    return pd.to_datetime(column.dt.to_timestamp() if whole else column, utc=True)
 
 # %% ../../nbs/machines/12_inputs.ipynb #b9ae6087
 _GAP = "\0missing" # the level of a missing value
@@ -128,7 +142,7 @@ def _block(e: Encoding, j: int, column: pd.Series) -> _Block:
 
 # %% ../../nbs/machines/12_inputs.ipynb #e873f8c3
 def _level_block(levels: list[str], column: pd.Series) -> _Block:
-    "A column for each level, 1 in its rows; and what the levels are called."
+    "Zeros and ones for each level, and the names of the levels."
     hot = level_names(column)[:, None] == np.array(levels, dtype=object).reshape(1, -1)
     return hot.astype(np.float64), [f"_{name.removeprefix(chr(0))}" for name in levels]
 
@@ -163,19 +177,29 @@ def _moments(Z: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]: # e
     return mean, (w[:, None] * away**2).sum(0) / total
 
 # %% ../../nbs/machines/12_inputs.ipynb #35fb60ec
-def _scales(mean: np.ndarray, var: np.ndarray, shared: Sequence[Any]) -> np.ndarray: # k
-    "Roots of variances that are summed over columns with the same value in `shared`."
-    var = np.where(var <= 1e-20 * (1 + mean**2), 0, var) # constant up to rounding
-    together = pd.Series(var).groupby(pd.factorize(pd.Series(list(shared)))[0]).transform("sum")
+def _scales(mean: np.ndarray, var: np.ndarray, shared: list[Any]) -> np.ndarray: # k
+    "Roots of the variances of all columns that share a scale."
+    var = np.where(var <= 1e-20 * (1 + mean**2), 0, var)
+    together = _summed(var, shared)
     return np.sqrt(np.where(together > 0, together, 1.))
+
+# %% ../../nbs/machines/12_inputs.ipynb #244800e0
+def _summed(var: np.ndarray, shared: list[Any]) -> pd.Series: # k
+    "At each column the sum over those that have the same value in `shared`."
+    groups, _ = pd.factorize(pd.Series(shared))
+    return pd.Series(var).groupby(groups).transform("sum")
 
 # %% ../../nbs/machines/12_inputs.ipynb #f0421094
 def _scale_group(e: Encoding, i: int) -> tuple[Any, Any]: # equal for outputs that share a scale
     "The category that an output is a level of, or its column and circle."
     column, name = e.groups[i], e.names[i]
-    level = e.kinds[column] == "category" and not name.endswith("_is_missing")
-    if level: return "category", column
+    if _is_level(e.kinds[column], name): return "category", column
     return column, name.rsplit("_", 1)[0] if name.endswith(("_cos", "_sin")) else i
+
+# %% ../../nbs/machines/12_inputs.ipynb #1b9829cf
+def _is_level(kind: str, name: str) -> bool:
+    "Is an output of this name a level of a category, and not its gaps?"
+    return kind == "category" and not name.endswith("_is_missing")
 
 # %% ../../nbs/machines/12_inputs.ipynb #5dc48a61
 def learn_encoding(

@@ -8,7 +8,7 @@ __all__ = ['LARGE_FROM', 'LEAF_RIDGES', 'WORTH_LEAVES', 'LargeSettings', 'LargeF
            'block_rows', 'kept_dtype', 'GramProduct', 'CentrePreconditioner', 'CentreSystem', 'solve_centres',
            'ridge_errors', 'LargeRun', 'plan_large', 'begin_large', 'without_floor', 'metric_error', 'fit_rows',
            'Split', 'grow_tree', 'leaf_of', 'LeafPredictor', 'leaf_size', 'leaf_predictors', 'fit_leaves', 'large_work',
-           'centres_core', 'DaskRows', 'as_float', 'unshared', 'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
+           'centres_core', 'as_float', 'DaskRows', 'unshared', 'chunk_total', 'is_dask', 'dask_rows', 'predict_chunks']
 
 # %% ../../nbs/machines/10_large.ipynb #d2163430
 from collections.abc import Callable, Iterator
@@ -40,12 +40,12 @@ from .updates import fact_update, rescale, root_of
 # %% ../../nbs/machines/10_large.ipynb #1777e965
 LARGE_FROM = 20_000 # rows from which `auto` goes this way
 
+# %% ../../nbs/machines/10_large.ipynb #00c171c7
 @dataclass(frozen=True)
 class LargeSettings:
     "The choices of a fit on many rows."
     kernel: Kernel = Laplace(None) # without a bandwidth: the median distance, in each metric anew
-    # tried beside it for the predictor; (): none
-    others: tuple[Kernel, ...] = (ExpPower(None, 1.7),)
+    others: tuple[Kernel, ...] = (ExpPower(None, 1.7),) # tried beside it for the predictor
     iters: int = 10 # updates of M, each on fresh rows; 0: M = I
     rows: int = 4000 # of such a subset
     leaf: int | None = None # most rows of a leaf; None: 4,000, and more below 140,000 rows
@@ -79,91 +79,117 @@ class LargeFit:
     @property
     def fitted_kernel(self) -> Kernel: return self.predictor.kernel
 
-    def predict(self,
-                X, # m × d points; a dask array or dataframe gives a dask array
-               ) -> Any: # m × c
+    def predict(
+        self,
+        X, # m × d points; a dask array or dataframe gives a dask array
+    ) -> Any: # m × c
         "Predictions, a block of rows at a time."
         return predict_chunks(self, X) if is_dask(X) else self.predictor(X)
 
 # %% ../../nbs/machines/10_large.ipynb #b1dd2d73
-def fit_large(X, # n × d inputs: tensor or array, or a dask array or dataframe
-              Y, # n × c targets, without their mean
-              settings: LargeSettings = LargeSettings(), # the choices
-              checkpoint: str | Path | None = None, # file to continue from and to write to
-             ) -> LargeFit:
+def fit_large(
+    X, # n × d inputs: tensor or array, or a dask array or dataframe
+    Y, # n × c targets, without their mean
+    settings: LargeSettings = LargeSettings(), # the choices
+    checkpoint: str | Path | None = None, # file to continue from and to write to
+) -> LargeFit:
     "Learn M from subsets, then a predictor on all rows."
-    if is_dask(X): return fit_rows(dask_rows(X, Y), settings, checkpoint)
-    X = as_points(X).float()
-    Y = torch.as_tensor(Y).to(X)
-    return fit_rows(Rows(X, Y[:, None] if Y.ndim == 1 else Y), settings, checkpoint)
+    rows = dask_rows(X, Y) if is_dask(X) else _rows_here(X, Y)
+    return fit_rows(rows, settings, checkpoint)
 
 # %% ../../nbs/machines/10_large.ipynb #a139c689
-def suits_large(m: RFM, # its settings decide
-                X: Tensor, # n × d
-                special: bool, # sample weights, or validation rows?
-               ) -> bool:
-    "Are there so many rows that a machine on all of them is not meant?"
-    asked = special or m.holdout is not None or m.selection.needs_matrix
-    return len(X) > LARGE_FROM and m.solver == "auto" and X.device.type == "cpu" and not asked
+def suits_large(
+    m: RFM, # its settings decide
+    X: Tensor, # n × d
+    special: bool, # sample weights, or validation rows?
+) -> bool:
+    "Are there too many rows for a machine on all of them?"
+    if special or m.holdout is not None or m.selection.needs_matrix: return False
+    return len(X) > LARGE_FROM and m.solver == "auto" and X.device.type == "cpu"
+
+# %% ../../nbs/machines/10_large.ipynb #fd616b34
+def _ridges_of(m: RFM) -> tuple[float, ...]:
+    "The ridge that was given, alone; else those to choose from."
+    if isinstance(m.ridge, (int, float)): return (float(m.ridge),)
+    return LargeSettings.ridges
 
 # %% ../../nbs/machines/10_large.ipynb #94f0cd75
-def large_settings(m: RFM, # a machine as it was set up
-                   chosen: bool = True, # was its kernel asked for?
-                  ) -> LargeSettings:
-    "The settings of a machine, for many rows; a ridge that was given is kept."
-    given = m.ridge if isinstance(m.ridge, (int, float)) else None
-    ridges = LargeSettings.ridges if given is None else (float(given),)
+def large_settings(
+    m: RFM, # a machine as it was set up
+    chosen: bool = True, # was its kernel asked for?
+) -> LargeSettings:
+    "The settings of a machine, for many rows."
+    shared = ("kernel", "metric", "memory", "time_limit", "seed", "progress")
+    same = {name: getattr(m, name) for name in shared}
     iters = LargeSettings.iters if m.iters else 0
     others = () if chosen else LargeSettings.others
-    return LargeSettings(kernel=m.kernel, others=others, iters=iters, ridges=ridges,
-                         metric=m.metric, memory=m.memory, time_limit=m.time_limit, seed=m.seed,
-                         progress=m.progress)
+    return LargeSettings(others=others, iters=iters, ridges=_ridges_of(m), **same)
 
-# %% ../../nbs/machines/10_large.ipynb #867bdb65
-@dataclass
-class Rows:
-    "A table in memory."
-    X: Tensor # n × d
-    Y: Tensor # n × c
-    held: Tensor = field(default_factory=lambda: torch.zeros(0).long()) # held-out rows, sorted
+# %% ../../nbs/machines/10_large.ipynb #c06ade36
+class _Table:
+    "Inputs and targets with as many rows."
+    X: Any # n × d
+    Y: Any # n × c
 
-    def __len__(self) -> int: return len(self.X)
+    def __len__(self) -> int: return self.X.shape[0]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         "n, d, c"
-        return len(self.X), self.X.shape[1], self.Y.shape[1]
+        return len(self), self.X.shape[1], self.Y.shape[1]
+
+# %% ../../nbs/machines/10_large.ipynb #94606ba6
+def _no_rows() -> Tensor: return torch.zeros(0).long()
+
+# %% ../../nbs/machines/10_large.ipynb #867bdb65
+@dataclass
+class Rows(_Table):
+    "A table in memory."
+    X: Tensor # n × d
+    Y: Tensor # n × c
+    held: Tensor = field(default_factory=_no_rows) # held-out rows, sorted
 
     @property
     def data(self) -> tuple: return self.X, self.Y
 
-    def take(self,
-             rows: Tensor, # their numbers
-            ) -> tuple[Tensor, Tensor]:
+    def take(
+        self,
+        rows: Tensor, # their numbers
+    ) -> tuple[Tensor, Tensor]:
         "Some rows by number."
         return self.X[rows], self.Y[rows]
 
-    def blocks(self,
-               size: int, # most rows of a block
-              ) -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks(
+        self,
+        size: int, # most rows of a block
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         "All rows that are not held out, so many at a time."
         for a, b in row_ranges(len(self.X), size):
             yield kept_rows(self.X[a:b], self.Y[a:b], self.held, a)
 
-    def total(self,
-              work: Callable, # adds up over rows: work(X, Y, *more)
-              size: int, # most rows of a block
-              *more: Any, # what work is told beside the rows
-             ) -> Any:
+    def total(
+        self,
+        work: Callable, # adds up over rows: work(X, Y, *more)
+        size: int, # most rows of a block
+        *more: Any, # what work is told beside the rows
+    ) -> Any:
         "The sum of work(X, Y, *more) over the blocks."
         return sum(work(x, y, *more) for x, y in self.blocks(size))
 
+# %% ../../nbs/machines/10_large.ipynb #70a8837a
+def _rows_here(X: Any, Y: Any) -> Rows:
+    "Arrays as a table in memory."
+    X = as_points(X).float()
+    Y = torch.as_tensor(Y).to(X)
+    return Rows(X, Y[:, None] if Y.ndim == 1 else Y)
+
 # %% ../../nbs/machines/10_large.ipynb #cc922229
-def kept_rows(X: Tensor, # rows first … of a table
-              Y: Tensor, # their targets
-              held: Tensor, # numbers of the held-out rows
-              first: int, # number of the first of these rows in the table
-             ) -> tuple[Tensor, Tensor]:
+def kept_rows(
+    X: Tensor, # rows first … of a table
+    Y: Tensor, # their targets
+    held: Tensor, # numbers of the held-out rows
+    first: int, # number of the first of these rows in the table
+) -> tuple[Tensor, Tensor]:
     "The rows of a block that are not held out."
     inside = held[(held >= first) & (held < first + len(X))] - first
     if not len(inside): return X, Y
@@ -172,29 +198,42 @@ def kept_rows(X: Tensor, # rows first … of a table
     return X[keep], Y[keep]
 
 # %% ../../nbs/machines/10_large.ipynb #a3d9f014
-def with_median(kernel: Kernel, # a bandwidth of its own is kept
-                X: Tensor, # points
-                M: Tensor, # d × d
-               ) -> Kernel:
-    "The kernel with the median distance in the metric M as its bandwidth."
+def with_median(
+    kernel: Kernel, # its own bandwidth is kept
+    X: Tensor, # points
+    M: Tensor, # d × d
+) -> Kernel:
+    "The kernel with the median distance in M as bandwidth."
     if not lacks_bandwidth(kernel): return kernel
     return kernel.with_bandwidth(median_bandwidth(X, M.to(X), kernel))
 
-# %% ../../nbs/machines/10_large.ipynb #32488339
-def learn_step(s: LargeSettings, # the choices
-               X: Tensor, # m × d: fresh rows
-               Y: Tensor, # m × c
-               M: Tensor, # d × d, float64
-               ridge: float, # nλ while learning
-               test: tuple[Tensor, Tensor], # held-out rows
-              ) -> tuple[Tensor, float]: # the next M, the error of this one
-    "One update of M."
-    kernel, W = with_median(s.kernel, X, M), root_of(M)
+# %% ../../nbs/machines/10_large.ipynb #f62098e2
+def _held_out_error(predict: Callable, test: tuple[Tensor, Tensor], metric: ErrorMetric) -> float:
+    "How far a predictor is off on the held-out rows."
+    return error_of(metric, predict(test[0]), test[1])
+
+# %% ../../nbs/machines/10_large.ipynb #0f03eeed
+def _subset_fit(
+    kernel: Kernel, X: Tensor, Y: Tensor, W: Tensor, ridge: float,
+) -> tuple[Tensor, Tensor]: # α, and the coefficients of the update
+    "A machine on a subset, in the metric W²."
     P = pairs(X @ W.to(X), None, None, kernel.radial)
     K, coefs = evaluate_both(kernel, P, mirror=False)
-    alpha = solve(K, Y, ridge).alpha
-    del K
-    error = error_of(s.metric, Predictor(kernel, X, W, alpha)(test[0]), test[1])
+    return solve(K, Y, ridge).alpha, coefs
+
+# %% ../../nbs/machines/10_large.ipynb #32488339
+def learn_step(
+    s: LargeSettings, # the choices
+    X: Tensor, # m × d: fresh rows
+    Y: Tensor, # m × c
+    M: Tensor, # d × d, float64
+    ridge: float, # nλ while learning
+    test: tuple[Tensor, Tensor], # held-out rows
+) -> tuple[Tensor, float]: # the next M, the error of this one
+    "One update of M."
+    kernel, W = with_median(s.kernel, X, M), root_of(M)
+    alpha, coefs = _subset_fit(kernel, X, Y, W, ridge)
+    error = _held_out_error(Predictor(kernel, X, W, alpha), test, s.metric)
     S = fact_core(coefs, alpha, centred(X, kernel.radial), kernel.radial)
     return rescale(fact_update(M, S.to(M), geometric=False), "trace"), error
 
@@ -206,170 +245,206 @@ class Centres:
     W: Tensor # d × d, M^½
     Z: Tensor # k × d centres, as they come
 
-    def against(self,
-                X: Tensor, # rows × d, as they come
-               ) -> Tensor: # rows × k
+    def against(
+        self,
+        X: Tensor, # rows × d, as they come
+    ) -> Tensor: # rows × k
         "K between rows and centres."
         W = self.W.to(X)
         return evaluate_pairs(self.kernel, pairs(X @ W, self.Z @ W, None, self.kernel.radial))
 
 # %% ../../nbs/machines/10_large.ipynb #eed0fe26
-def right_side(X: Tensor, # rows of a block
-               Y: Tensor, # their targets
-               c: Centres, # the centres
-              ) -> Tensor: # c × k
-    "What a block adds to K_mn Y; vectors lie, since products with a few standing ones are slow."
+def right_side(
+    X: Tensor, # rows of a block
+    Y: Tensor, # their targets
+    c: Centres, # the centres
+) -> Tensor: # c × k
+    "What a block adds to K_mn Y."
     return (Y.T @ c.against(X)).double()
 
 # %% ../../nbs/machines/10_large.ipynb #df8afbdf
-def times_gram(V: Tensor, # c × k
-               K: Tensor, # rows × k
-              ) -> Tensor: # c × k
+def times_gram(
+    V: Tensor, # c × k
+    K: Tensor, # rows × k
+) -> Tensor: # c × k
     "V KᵀK."
     return ((V @ K.T) @ K).double()
 
 # %% ../../nbs/machines/10_large.ipynb #188c8e82
-def gram_times(X: Tensor, # rows of a block
-               Y: Tensor, # their targets, which do not matter here
-               c: Centres, # the centres
-               V: Tensor, # c × k
-              ) -> Tensor: # c × k
+def gram_times(
+    X: Tensor, # rows of a block
+    Y: Tensor, # their targets, which do not matter here
+    c: Centres, # the centres
+    V: Tensor, # c × k
+) -> Tensor: # c × k
     "What a block adds to K_mn K_nm V."
     return times_gram(V, c.against(X))
 
 # %% ../../nbs/machines/10_large.ipynb #31c35285
-def block_rows(k: int, # centres
-              ) -> int:
+def block_rows(
+    k: int, # centres
+) -> int:
     "Rows of a block against k centres."
     return max(128, 2**25 // k)
 
 # %% ../../nbs/machines/10_large.ipynb #d60cc67a
-def kept_dtype(K: Tensor, # float32 or float64
-               kernel: Kernel, # its kernel
-              ) -> torch.dtype:
+def kept_dtype(
+    K: Tensor, # float32 or float64
+    kernel: Kernel, # its kernel
+) -> torch.dtype:
     "In which precision a matrix is kept."
     return torch.float16 if kernel.radial and K.dtype == torch.float32 else K.dtype
+
+# %% ../../nbs/machines/10_large.ipynb #c274b287
+def _kept_blocks(rows: Any, c: Centres, size: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    "K_nm in blocks, room for one of them in full precision, and Yᵀ K_nm."
+    kept, parts, room = [], [], torch.empty(0, dtype=c.Z.dtype)
+    for x, y in rows.blocks(size):
+        K = c.against(x)
+        parts.append((y.T @ K).double())
+        kept.append(K.to(kept_dtype(K, c.kernel)))
+        room = max(K, room, key=len)
+    return kept, room, torch.stack(parts).sum(0)
+
+# %% ../../nbs/machines/10_large.ipynb #b5db1626
+def _widened(K: Tensor, room: Tensor) -> Tensor:
+    "A block in full precision, in the given room."
+    return K if K.dtype == room.dtype else room[:len(K)].copy_(K)
 
 # %% ../../nbs/machines/10_large.ipynb #6d0c91aa
 class GramProduct:
     "V → V K_mn K_nm over all rows, with K_nm kept if there is room; and Yᵀ K_nm."
-    def __init__(self,
-                 rows: Any, # `Rows`, or what does the same
-                 c: Centres, # the centres
-                 keep: bool, # K_nm in memory
-                ):
+    def __init__(
+        self,
+        rows: Any, # `Rows`, or what does the same
+        c: Centres, # the centres
+        keep: bool, # K_nm in memory
+    ):
         self.rows, self.c, self.size = rows, c, block_rows(len(c.Z))
         self.kept: list[Tensor] | None = None
-        self.room = torch.empty(0, dtype=c.Z.dtype)     # a block in full precision
-        self.rhs = self._made() if keep else rows.total(right_side, self.size, c)
+        if keep:
+            self.kept, self.room, self.rhs = _kept_blocks(rows, c, self.size)
+        else:
+            self.rhs = rows.total(right_side, self.size, c)
 
-    def _made(self) -> Tensor: # c × k
-        "Make and keep the blocks."
-        self.kept, parts = [], []
-        for x, y in self.rows.blocks(self.size):
-            K = self.c.against(x)
-            parts.append((y.T @ K).double())
-            self.kept.append(K.to(kept_dtype(K, self.c.kernel)))
-            self.room = max(K, self.room, key=len)
-        return torch.stack(parts).sum(0)
-
-    def _wide(self, K: Tensor) -> Tensor:
-        "A block in full precision, in the room of the first."
-        return K if K.dtype == self.room.dtype else self.room[:len(K)].copy_(K)
-
-    def __call__(self,
-                 V: Tensor, # c × k
-                ) -> Tensor: # c × k
+    def __call__(
+        self,
+        V: Tensor, # c × k
+    ) -> Tensor: # c × k
         v = V.to(self.c.Z)
         if self.kept is None: return self.rows.total(gram_times, self.size, self.c, v)
-        return torch.stack([times_gram(v, self._wide(K)) for K in self.kept]).sum(0)
+        return torch.stack([times_gram(v, _widened(K, self.room)) for K in self.kept]).sum(0)
+
+# %% ../../nbs/machines/10_large.ipynb #61cac92d
+def _factor_(A: Tensor, diag: Tensor, ridge: float) -> None:
+    "Cholesky in place, with as much on the diagonal as rounding asks for."
+    while cholesky_(A, diag, ridge):
+        ridge = max(10 * ridge, 1e-7 * float(diag.mean()))
+
+# %% ../../nbs/machines/10_large.ipynb #70132868
+def _centre_factors(c: Centres, n: int, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    "L and K_mm in one array, the diagonal of K_mm, and Q."
+    A = c.against(c.Z)
+    diag, k = A.diagonal().clone(), len(c.Z)
+    _factor_(A, diag, k * torch.finfo(A.dtype).eps * float(diag.mean()))
+    G = gram_of(A).mul_(n / k)
+    _factor_(G, G.diagonal().clone(), ridge)
+    return A, diag, G
 
 # %% ../../nbs/machines/10_large.ipynb #9af94d1f
 class CentrePreconditioner:
     "R → R (L Q Qᵀ Lᵀ)⁻¹, and products with K_mm."
-    def __init__(self,
-                 c: Centres, # the centres
-                 n: int, # rows that are fitted
-                 ridge: float, # ρ
-                ):
-        k = len(c.Z)
-        self.A = c.against(c.Z)
-        self.diag = self.A.diagonal().clone()
-        eps = torch.finfo(self.A.dtype).eps
-        self._factor(self.A, self.diag, k * eps * float(self.diag.mean()))
-        self.G = gram_of(self.A).mul_(n / k)
-        self._factor(self.G, self.G.diagonal().clone(), ridge)
+    def __init__(
+        self,
+        c: Centres, # the centres
+        n: int, # rows that are fitted
+        ridge: float, # ρ
+    ):
+        self.A, self.diag, self.G = _centre_factors(c, n, ridge)
 
-    def _factor(self, A: Tensor, diag: Tensor, ridge: float) -> None:
-        "Cholesky with as much on the diagonal as rounding asks for."
-        while cholesky_(A, diag, ridge):
-            ridge = max(10 * ridge, 1e-7 * float(diag.mean()))
-
-    def __call__(self,
-                 R: Tensor, # residuals, c × k
-                 ridge: Tensor, # not read: the ridge is built in
-                ) -> Tensor: # c × k
+    def __call__(
+        self,
+        R: Tensor, # residuals, c × k
+        ridge: Tensor, # not read: the ridge is built in
+    ) -> Tensor: # c × k
         r = R.T.to(self.A)
         z = torch.linalg.solve_triangular(self.A, r, upper=False)       # L⁻¹R
         z = cho_solve(self.G, z)                                        # (QQᵀ)⁻¹L⁻¹R
         return torch.linalg.solve_triangular(self.A.mT, z, upper=True).T.double()
 
-    def middle(self,
-               V: Tensor, # c × k
-              ) -> Tensor: # V K_mm, c × k
+    def middle(
+        self,
+        V: Tensor, # c × k
+    ) -> Tensor: # V K_mm, c × k
         return sym_matmul(self.A, self.diag, V.T.to(self.A)).T.double()
+
+# %% ../../nbs/machines/10_large.ipynb #d0dd698d
+def _improved(
+    B: Tensor, y: Tensor, times: Callable, pre: CentrePreconditioner, tol: float, steps: int,
+) -> tuple[Tensor, int, float]: # B, steps, residual
+    "B made to solve times(B) = y, by conjugate gradients from where it is."
+    left = y - times(B) if B.any() else y
+    none = torch.zeros(len(y), dtype=y.dtype)
+    step, residual, used = cg(times, pre, left, none, tol, steps)
+    return B + step, used, float(residual.max())
 
 # %% ../../nbs/machines/10_large.ipynb #8fa183e7
 class CentreSystem:
     "The system of one set of centres, solved for one ridge after the other."
-    def __init__(self,
-                 rows: Any, # `Rows`, or what does the same
-                 c: Centres, # the centres
-                 ridge: float, # the first ρ, which the preconditioner is made for
-                 keep: bool = False, # K_nm in memory
-                ):
+    def __init__(
+        self,
+        rows: Any, # `Rows`, or what does the same
+        c: Centres, # the centres
+        ridge: float, # the first ρ, which the preconditioner is made for
+        keep: bool = False, # K_nm in memory
+    ):
         self.c = c
         self.pre = CentrePreconditioner(c, len(rows) - len(rows.held), ridge)
         self.gram = GramProduct(rows, c, keep)
         self.B = torch.zeros_like(self.gram.rhs)        # c × k, of the last ridge
 
-    def solve(self,
-              ridge: float, # ρ
-              tol: float = 3e-3, # residual of every column, as a part of the one it starts from
-              steps: int = 30, # at most
-             ) -> tuple[Tensor, int, float]: # B (k × c), steps, residual
+    def solve(
+        self,
+        ridge: float, # ρ
+        tol: float = 3e-3, # residual of every column, as a part of the one it starts from
+        steps: int = 30, # at most
+    ) -> tuple[Tensor, int, float]: # B (k × c), steps, residual
         "B by preconditioned conjugate gradients from the last one."
-        y, times = self.gram.rhs, lambda V: self.gram(V) + ridge * self.pre.middle(V)
-        left = y - times(self.B) if self.B.any() else y
-        none = torch.zeros(len(y), dtype=y.dtype)
-        step, residual, used = cg(times, self.pre, left, none, tol, steps)
-        self.B = self.B + step
-        return self.B.T.to(self.c.Z), used, float(residual.max())
+        times = lambda V: self.gram(V) + ridge * self.pre.middle(V)
+        self.B, used, off = _improved(self.B, self.gram.rhs, times, self.pre, tol, steps)
+        return self.B.T.to(self.c.Z), used, off
 
 # %% ../../nbs/machines/10_large.ipynb #869e853a
-def solve_centres(rows: Any, # `Rows`, or what does the same
-                  c: Centres, # the centres
-                  ridge: float, # ρ
-                  keep: bool = False, # K_nm in memory
-                  tol: float = 3e-3, # residual of every column
-                  steps: int = 30, # at most
-                 ) -> tuple[Tensor, int, float]: # B (k × c), steps, residual
+def solve_centres(
+    rows: Any, # `Rows`, or what does the same
+    c: Centres, # the centres
+    ridge: float, # ρ
+    keep: bool = False, # K_nm in memory
+    tol: float = 3e-3, # residual of every column
+    steps: int = 30, # at most
+) -> tuple[Tensor, int, float]: # B (k × c), steps, residual
     "B for one ridge."
     return CentreSystem(rows, c, ridge, keep).solve(ridge, tol, steps)
 
-# %% ../../nbs/machines/10_large.ipynb #e72c4002
-def ridge_errors(c: Centres, # the centres
-                 X: Tensor, # rows to fit
-                 Y: Tensor, # their targets
-                 test: tuple[Tensor, Tensor], # held-out rows
-                 ridges: tuple[float, ...], # nλ, to compare
-                 metric: ErrorMetric, # by which
-                ) -> list[float]: # by ridge
-    "Held-out errors of a small predictor, for every ridge."
+# %% ../../nbs/machines/10_large.ipynb #f65754cd
+def _whitening(c: Centres) -> Callable[[Tensor], Tensor]:
+    "X → L⁻¹ K(Z, X) in float64, with K_mm = L Lᵀ."
     Km = c.against(c.Z).double()
     Km.diagonal().add_(1e-6 * float(Km.diagonal().mean()))
     L = torch.linalg.cholesky(Km)
-    white = lambda X: torch.linalg.solve_triangular(L, c.against(X).double().T, upper=False)
+    return lambda X: torch.linalg.solve_triangular(L, c.against(X).double().T, upper=False)
+
+# %% ../../nbs/machines/10_large.ipynb #e72c4002
+def ridge_errors(
+    c: Centres, # the centres
+    X: Tensor, # rows to fit
+    Y: Tensor, # their targets
+    test: tuple[Tensor, Tensor], # held-out rows
+    ridges: tuple[float, ...], # nλ, to compare
+    metric: ErrorMetric, # by which
+) -> list[float]: # by ridge
+    "Held-out errors of a small predictor, for every ridge."
+    white = _whitening(c)
     V = white(X)                                        # k × rows
     e, Q = torch.linalg.eigh(V @ V.T)
     g, T = Q.T @ (V @ Y.double()), white(test[0]).T @ Q
@@ -389,9 +464,10 @@ class LargeRun:
     state: dict[str, Any] # what has been done
     save: Callable[[dict[str, Any]], None] # writes it
 
-    def fresh(self,
-              t: int, # number of the step
-             ) -> tuple[Tensor, Tensor]:
+    def fresh(
+        self,
+        t: int, # number of the step
+    ) -> tuple[Tensor, Tensor]:
         "The rows of step t."
         m = min(self.settings.rows, len(self.order))
         start = t * m % max(1, len(self.order) - m + 1)
@@ -402,11 +478,12 @@ class LargeRun:
         "Those that the predictor may have."
         return self.settings.kernel, *self.settings.others
 
-    def centres(self,
-                M: Tensor, # d × d
-                k: int, # how many
-                kernel: Kernel, # one of `kernels`
-               ) -> Centres:
+    def centres(
+        self,
+        M: Tensor, # d × d
+        k: int, # how many
+        kernel: Kernel, # one of `kernels`
+    ) -> Centres:
         "The first k centres in a metric."
         Z = self.rows.take(self.order[-self.k:][:k])[0]
         return Centres(with_median(kernel, Z, M), root_of(M), Z)
@@ -421,114 +498,176 @@ class LargeRun:
         chosen = self.state["chosen"]
         return self.centres(chosen["M"], self.k, self.kernels[chosen["kernel"]])
 
-# %% ../../nbs/machines/10_large.ipynb #b2135451
-def plan_large(n: int, # rows
-               s: LargeSettings, # the choices
-               limit: int, # bytes
-              ) -> tuple[int, bool]: # k, and whether K_nm is kept
-    "The number of centres that fits, and whether their matrix does."
+# %% ../../nbs/machines/10_large.ipynb #26acd146
+def _wanted_centres(n: int, s: LargeSettings) -> int:
+    "How many centres there are if memory allows; the held-out rows are none."
     k = s.centres or int(8000 * min(1, (250_000 / n)**.6))
-    k = min(k, n - n // 10)
-    other = 8 * s.rows**2 + 3 * 2**27
-    while k > 100 and other + 12 * k * k > limit:
+    return min(k, n - n // 10)
+
+# %% ../../nbs/machines/10_large.ipynb #e538160c
+def _firm_bytes(s: LargeSettings, k: int) -> int:
+    "What is needed in any case: a subset's matrix, a few blocks, three matrices of k × k."
+    return 8 * s.rows**2 + 3 * 2**27 + 12 * k * k
+
+# %% ../../nbs/machines/10_large.ipynb #b2896351
+def _check_room(s: LargeSettings, k: int, limit: int) -> None:
+    "Enough memory for subsets and k centres?"
+    if _firm_bytes(s, k) <= limit: return
+    raise MemoryError(f"{in_gb(limit)} are too little: subsets of {s.rows} rows need "
+                      f"{in_gb(_firm_bytes(s, 0))}: raise memory=, or choose fewer rows=")
+
+# %% ../../nbs/machines/10_large.ipynb #b2135451
+def plan_large(
+    n: int, # rows
+    s: LargeSettings, # the choices
+    limit: int, # bytes
+) -> tuple[int, bool]: # k, and whether K_nm is kept
+    "The number of centres that fits, and whether their matrix does."
+    k = _wanted_centres(n, s)
+    while k > 100 and _firm_bytes(s, k) > limit:
         k //= 2
-    if other + 12 * k * k > limit:
-        raise MemoryError(f"{in_gb(limit)} are too little: subsets of {s.rows} rows need "
-                          f"{in_gb(other)}: raise memory=, or choose fewer rows=")
+    _check_room(s, k, limit)
     size = 2 if s.kernel.radial else 4                  # bytes of a value that is kept
-    return k, other + 12 * k * k + size * n * k <= limit
+    return k, _firm_bytes(s, k) + size * n * k <= limit
+
+# %% ../../nbs/machines/10_large.ipynb #9e3908ba
+def _identity(d: int) -> Tensor: return torch.eye(d).double()
+
+# %% ../../nbs/machines/10_large.ipynb #47228aae
+def _first_state(d: int) -> dict[str, Any]:
+    "Nothing is learned and nothing chosen."
+    return dict(t=0, M=_identity(d), learned=[], history=[], chosen=None, B=None)
+
+# %% ../../nbs/machines/10_large.ipynb #40efb199
+def _known_by(rows: Any, s: LargeSettings) -> dict[str, str]:
+    "What tells a run from others."
+    same = replace(s, memory=None, progress=None, time_limit=None)
+    return dict(settings=fingerprint(same), rows=fingerprint(rows.data))
+
+# %% ../../nbs/machines/10_large.ipynb #4990eb16
+def _shuffled(n: int, seed: int) -> Tensor:
+    "The numbers of n rows in random order."
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
 
 # %% ../../nbs/machines/10_large.ipynb #a6c00ff6
-def begin_large(rows: Any, # `Rows`, or what does the same
-                s: LargeSettings, # the choices
-                checkpoint: str | Path | None, # file to continue from and to write to
-               ) -> LargeRun:
+def begin_large(
+    rows: Any, # `Rows`, or what does the same
+    s: LargeSettings, # the choices
+    checkpoint: str | Path | None, # file to continue from and to write to
+) -> LargeRun:
     "Order the rows, hold some out, and find the state to start from."
     n, d, _ = rows.shape
-    check_number(s.iters, "iters", low=0, whole=True)
-    if n < 100: raise ValueError(f"{n} rows are too few for this way: use RFM")
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(s.seed))
-    h = min(4000, n // 10)
-    rows = replace(rows, held=order[:h].sort().values)
+    _check_large(n, s)
+    out, rest = _shuffled(n, s.seed).tensor_split([min(4000, n // 10)])
+    rows = replace(rows, held=out.sort().values)
     k, keep = plan_large(n, s, memory_limit(s.memory, torch.device("cpu")))
-    first = dict(t=0, M=torch.eye(d).double(), learned=[], history=[], chosen=None, B=None)
+    keep = keep and hasattr(rows, "blocks")
     state, save = _stored(rows, s, checkpoint)
-    test = rows.take(order[:h])
-    return LargeRun(rows, s, order[h:], test, k, keep and hasattr(rows, "blocks"),
-                    state or first, save)
+    return LargeRun(rows, s, rest, rows.take(out), k, keep, state or _first_state(d), save)
+
+# %% ../../nbs/machines/10_large.ipynb #264d66d5
+_Tried = dict[str, Any]
+
+def _least_error(found: list[_Tried]) -> _Tried:
+    "What did best on the held-out rows; of equals the first."
+    return min(found, key=lambda o: o["error"])
+
+# %% ../../nbs/machines/10_large.ipynb #8c497426
+def _mean_with(mean: list[_Tried], new: _Tried) -> _Tried:
+    "The mean of a way's late metrics, with one more."
+    count = mean[0]["count"] if mean else 0
+    M = (count * mean[0]["M"] + new["M"]) / (count + 1) if mean else new["M"]
+    return dict(way=new["way"], t=new["t"], M=M, count=count + 1)
 
 # %% ../../nbs/machines/10_large.ipynb #9160d060
 def _stored(rows: Any, s: LargeSettings, checkpoint: str | Path | None) -> tuple[Any, Callable]:
     "The state in a checkpoint of the same run, if there is one, and what writes it."
     if checkpoint is None: return None, lambda state: None
-    same = replace(s, memory=None, progress=None, time_limit=None)
-    known = dict(settings=fingerprint(same), rows=fingerprint(rows.data))
+    known = _known_by(rows, s)
     return load_state(checkpoint, known), lambda state: save_state(checkpoint, state, known)
+
+# %% ../../nbs/machines/10_large.ipynb #4a120618
+def _check_large(n: int, s: LargeSettings) -> None:
+    "Rows and updates that this way can work with?"
+    check_number(s.iters, "iters", low=0, whole=True)
+    if n < 100: raise ValueError(f"{n} rows are too few for this way: use RFM")
 
 # %% ../../nbs/machines/10_large.ipynb #122401dd
 def _learn(run: LargeRun) -> None:
-    "One step of learning M, and what it says of the metric before."
+    "One step of learning M; a way begins with the identity."
     st, s = run.state, run.settings
     way, t = divmod(st["t"], s.iters + 1)
-    ridge = s.learn_ridges[way]
-    M = st["M"] if t else torch.eye(run.rows.shape[1]).double()
+    M = st["M"] if t else _identity(run.rows.shape[1])
     X, Y = run.fresh(st["t"])
-    following, error = learn_step(s, X, Y, M, ridge, run.test)
-    st["history"].append(dict(step="learn", t=t, ridge=ridge, error=error))
-    if t:
-        new = dict(way=way, t=t, M=M, error=error)
-        st["learned"] = _remember(st["learned"], new, 2 * t >= s.iters)
+    following, error = learn_step(s, X, Y, M, s.learn_ridges[way], run.test)
+    _note_metric(run, way, t, M, error)
     st.update(t=st["t"] + 1, M=following)
     run.save(st)
 
 # %% ../../nbs/machines/10_large.ipynb #5363c811
-def _remember(learned: list[dict[str, Any]], new: dict[str, Any], late: bool,
-             ) -> list[dict[str, Any]]: # of each way the best and the mean
+def _remember(
+    learned: list[_Tried], new: _Tried, late: bool,
+) -> list[_Tried]: # of each way the best and the mean
     "What is kept of a way: the metric that did best on its subset, and the mean of the late ones."
     others = [o for o in learned if o["way"] != new["way"]]
     best, *mean = [o for o in learned if o["way"] == new["way"]] or [new]
-    best = min(best, new, key=lambda o: o["error"])
+    best = _least_error([best, new])
     if late:
-        count = mean[0]["count"] if mean else 0
-        M = (count * mean[0]["M"] + new["M"]) / (count + 1) if mean else new["M"]
-        mean = [dict(way=new["way"], t=new["t"], M=M, count=count + 1)]
+        mean = [_mean_with(mean, new)]
     return others + [best, *mean]
 
+# %% ../../nbs/machines/10_large.ipynb #dbb1f647
+def _note_metric(run: LargeRun, way: int, t: int, M: Tensor, error: float) -> None:
+    "What a step says of the metric that it began with."
+    st, s = run.state, run.settings
+    st["history"].append(dict(step="learn", t=t, ridge=s.learn_ridges[way], error=error))
+    if not t: return                                    # the identity is a candidate anyway
+    new = dict(way=way, t=t, M=M, error=error)
+    st["learned"] = _remember(st["learned"], new, 2 * t >= s.iters)
+
 # %% ../../nbs/machines/10_large.ipynb #b168b761
-def without_floor(M: Tensor, # d × d, p.s.d.
-                 ) -> Tensor: # of the same trace
+def without_floor(
+    M: Tensor, # d × d, p.s.d.
+) -> Tensor: # of the same trace
     "M less its median eigenvalue, the positive part."
     m, V = torch.linalg.eigh(M)
-    lowered = (m - m.median()).clamp(min=0)
-    if not lowered.any(): return M
-    return (V * lowered) @ V.T * (m.sum() / lowered.sum())
+    above = (m - m.median()).clamp(min=0)
+    if not above.any(): return M
+    return (V * above) @ V.T * (m.sum() / above.sum())
+
+# %% ../../nbs/machines/10_large.ipynb #dd3159d4
+def _machines(
+    kernel: Kernel, X: Tensor, Y: Tensor, W: Tensor, ridges: tuple[float, ...],
+) -> list[Predictor]: # by ridge
+    "Machines on a few rows, from one matrix."
+    found = solve_grid(kernel(X @ W.to(X), mirror=False), Y, ridges)
+    return [Predictor(kernel, X, W, one.alpha) for one in found]
 
 # %% ../../nbs/machines/10_large.ipynb #7a90c3d4
-def metric_error(kernel: Kernel, # a bandwidth of its own is kept
-                 M: Tensor, # d × d
-                 X: Tensor, # a few thousand rows
-                 Y: Tensor, # their targets
-                 test: tuple[Tensor, Tensor], # held-out rows
-                 metric: ErrorMetric, # by which
-                ) -> float:
+def metric_error(
+    kernel: Kernel, # a bandwidth of its own is kept
+    M: Tensor, # d × d
+    X: Tensor, # a few thousand rows
+    Y: Tensor, # their targets
+    test: tuple[Tensor, Tensor], # held-out rows
+    metric: ErrorMetric, # by which
+) -> float:
     "The held-out error of a machine on a few rows, at the best of three ridges."
-    kernel, W = with_median(kernel, X, M), root_of(M)
-    K = kernel(X @ W.to(X), mirror=False)
-    found = solve_grid(K, Y, (.003, .03, .3))
-    machines = [Predictor(kernel, X, W, one.alpha) for one in found]
-    return min(error_of(metric, p(test[0]), test[1]) for p in machines)
+    machines = _machines(with_median(kernel, X, M), X, Y, root_of(M), (.003, .03, .3))
+    return min(_held_out_error(p, test, metric) for p in machines)
 
 # %% ../../nbs/machines/10_large.ipynb #5b1a77e0
-def _metric_candidates(run: LargeRun) -> list[dict[str, Any]]: # t, M, floor
+def _metric_candidates(run: LargeRun) -> list[_Tried]: # t, M, floor
     "The identity, what was learned, and the means without their floor."
-    identity = dict(t=0, M=torch.eye(run.rows.shape[1]).double(), floor=True)
-    learned = [dict(t=o["t"], M=o["M"], floor=True) for o in run.state["learned"]]
-    means = [dict(t=o["t"], M=without_floor(o["M"]), floor=False)
-             for o in run.state["learned"] if "count" in o]
-    return [identity, *learned, *means]
+    learned = run.state["learned"]
+    identity = dict(t=0, M=_identity(run.rows.shape[1]), floor=True)
+    own = [dict(t=o["t"], M=o["M"], floor=True) for o in learned]
+    means = [o for o in learned if "count" in o]
+    lowered = [dict(t=o["t"], M=without_floor(o["M"]), floor=False) for o in means]
+    return [identity, *own, *lowered]
 
 # %% ../../nbs/machines/10_large.ipynb #d8f32926
-def _best_metric(run: LargeRun) -> dict[str, Any]: # t and M
+def _best_metric(run: LargeRun) -> _Tried: # t and M
     "The best of the candidates, compared on the same rows."
     st, s = run.state, run.settings
     found = _metric_candidates(run)
@@ -536,20 +675,18 @@ def _best_metric(run: LargeRun) -> dict[str, Any]: # t and M
     X, Y = run.fresh(st["t"])
     for f in found:
         f["error"] = metric_error(s.kernel, f["M"], X, Y, run.test, s.metric)
-    st["history"] += [dict(step="metric", t=f["t"], floor=f["floor"], error=f["error"])
-                      for f in found]
-    return min(found, key=lambda f: f["error"])
+        st["history"].append(dict(step="metric", t=f["t"], floor=f["floor"], error=f["error"]))
+    return _least_error(found)
 
 # %% ../../nbs/machines/10_large.ipynb #ddb7f6b5
-def _compare_ridges(run: LargeRun, best: dict[str, Any]) -> list[dict[str, Any]]:
+def _compare_ridges(run: LargeRun, best: _Tried) -> list[_Tried]:
     "The held-out error of a small predictor, for each kernel and ridge."
     s, (X, Y) = run.settings, run.rows.take(run.order[:12_000])
     found = []
     for number, kernel in enumerate(run.kernels):
         c = run.centres(best["M"], min(1000, run.k), kernel)
-        errors = ridge_errors(c, X, Y, run.test, s.ridges, s.metric)
-        found += [dict(t=best["t"], kernel=number, ridge=r, error=e)
-                  for r, e in zip(s.ridges, errors)]
+        for r, e in zip(s.ridges, ridge_errors(c, X, Y, run.test, s.ridges, s.metric)):
+            found.append(dict(t=best["t"], kernel=number, ridge=r, error=e))
     return found
 
 # %% ../../nbs/machines/10_large.ipynb #ac0e1c68
@@ -558,45 +695,96 @@ def _choose_large(run: LargeRun) -> None:
     st, best = run.state, _best_metric(run)
     found = _compare_ridges(run, best)
     st["history"] += [dict(step="choose", **f) for f in found]
-    st["chosen"] = dict(M=best["M"], **min(found, key=lambda f: f["error"]))
+    st["chosen"] = dict(M=best["M"], **_least_error(found))
     run.save(st)
 
+# %% ../../nbs/machines/10_large.ipynb #483d19a2
+def _with_weights(c: Centres, B: Tensor) -> Predictor:
+    "Centres and their weights as a predictor."
+    return Predictor(c.kernel, c.Z, c.W, B)
+
 # %% ../../nbs/machines/10_large.ipynb #acb6f1a1
-def _predictor_for(run: LargeRun, system: CentreSystem, ridge: float, tol: float) -> dict[str, Any]:
+def _predictor_for(run: LargeRun, system: CentreSystem, ridge: float, tol: float) -> _Tried:
     "B for one ridge, and its error on the held-out rows."
-    c, st, metric = system.c, run.state, run.settings.metric
-    B, steps, residual = system.solve(ridge, tol, run.settings.steps)
-    error = error_of(metric, Predictor(c.kernel, c.Z, c.W, B)(run.test[0]), run.test[1])
+    s, st = run.settings, run.state
+    B, steps, residual = system.solve(ridge, tol, s.steps)
+    error = _held_out_error(_with_weights(system.c, B), run.test, s.metric)
     st["history"].append(dict(step="predictor", t=st["chosen"]["t"], ridge=ridge, error=error,
                               steps=steps, residual=residual))
     return dict(ridge=ridge, error=error, B=B)
 
-# %% ../../nbs/machines/10_large.ipynb #0f966821
-def _solve_large(run: LargeRun) -> None:
-    "The predictor on all rows."
-    st, s = run.state, run.settings
-    system = CentreSystem(run.rows, run.chosen_centres(), st["chosen"]["ridge"], run.keep)
-    best = _predictor_for(run, system, st["chosen"]["ridge"], s.tol)
+# %% ../../nbs/machines/10_large.ipynb #dbb9965c
+def _raised(run: LargeRun, system: CentreSystem, best: _Tried) -> _Tried:
+    "Higher ridges, as long as they are better."
     for _ in range(2 if run.raises else 0):
         higher = _predictor_for(run, system, 4 * best["ridge"], .1)
         if higher["error"] >= best["error"]: break
         best = higher
+    return best
+
+# %% ../../nbs/machines/10_large.ipynb #0f966821
+def _solve_large(run: LargeRun) -> None:
+    "The predictor on all rows."
+    st, ridge = run.state, run.state["chosen"]["ridge"]
+    system = CentreSystem(run.rows, run.chosen_centres(), ridge, run.keep)
+    best = _raised(run, system, _predictor_for(run, system, ridge, run.settings.tol))
     st["chosen"]["ridge"], st["B"] = best["ridge"], best["B"]
     run.save(st)
 
 # %% ../../nbs/machines/10_large.ipynb #c386a75e
 @torch.no_grad()
 @one_core_each()
-def fit_rows(rows: Any, # `Rows`, or what does the same
-             s: LargeSettings = LargeSettings(), # the choices
-             checkpoint: str | Path | None = None, # file to continue from and to write to
-            ) -> LargeFit:
+def fit_rows(
+    rows: Any, # `Rows`, or what does the same
+    s: LargeSettings = LargeSettings(), # the choices
+    checkpoint: str | Path | None = None, # file to continue from and to write to
+) -> LargeFit:
     "The three steps, on rows that may live anywhere."
-    start = perf_counter()
+    late = _clock(s.time_limit)
     run = begin_large(rows, s, checkpoint)
-    late = lambda: s.time_limit is not None and perf_counter() - start > s.time_limit
+    _catch_up(run, late)
+    base = _base(run)
+    if late(): return _conclude_large(run, base, base)
+    judged = _with_leaves(run, base)
+    return _conclude_large(run, judged, _with_all_rows(run, judged))
+
+# %% ../../nbs/machines/10_large.ipynb #49a282b5
+def _metric_note(run: LargeRun, kernel: Kernel) -> str:
+    "Which M was chosen, and the kernel if it is not the first."
+    chosen = run.state["chosen"]
+    metric = f"M after {chosen['t']} updates" if chosen["t"] else "M = I"
+    return metric + (f", {type(kernel).__name__}" if chosen["kernel"] else "")
+
+# %% ../../nbs/machines/10_large.ipynb #10b55af8
+def _large_note(run: LargeRun, predictor: Any) -> str:
+    "What was done, and why."
+    where = "kept in memory" if run.keep else "made anew at each step"
+    leaves = f", {len(predictor.parts)} leaves" if isinstance(predictor, LeafPredictor) else ""
+    return (f"n = {len(run.rows)}: {run.k} centres, kernel between rows and centres {where}; "
+            f"{_metric_note(run, predictor.kernel)} and ridge {run.state['chosen']['ridge']:g} "
+            f"chosen on {len(run.test[0])} held-out rows{leaves}")
+
+# %% ../../nbs/machines/10_large.ipynb #8e0cb763
+def _base(run: LargeRun) -> Predictor:
+    "What predicts without leaves."
+    return _with_weights(run.chosen_centres(), run.state["B"])
+
+# %% ../../nbs/machines/10_large.ipynb #a8bf8b81
+def _clock(limit: float | None) -> Callable[[], bool]:
+    "Are so many seconds over, from now on?"
+    start = perf_counter()
+    return lambda: limit is not None and perf_counter() - start > limit
+
+# %% ../../nbs/machines/10_large.ipynb #7ddc0999
+def _learning_steps(s: LargeSettings) -> int:
+    "Of all ways together; none without updates."
+    return len(s.learn_ridges) * (s.iters + 1) if s.iters else 0
+
+# %% ../../nbs/machines/10_large.ipynb #2123f5b7
+def _catch_up(run: LargeRun, late: Callable[[], bool]) -> None:
+    "All steps that are not done, up to the predictor on all rows."
+    s, steps = run.settings, _learning_steps(run.settings)
     hide = None if s.progress is None else not s.progress
-    steps = len(s.learn_ridges) * (s.iters + 1) if s.iters else 0
     with tqdm(total=steps + 2, desc="large", leave=False, disable=hide) as bar:
         while run.state["t"] < steps and not late():
             _learn(run)
@@ -605,29 +793,13 @@ def fit_rows(rows: Any, # `Rows`, or what does the same
             if run.state[key] is None:
                 step(run)
             bar.update()
-    if late(): return _conclude_large(run, _base(run), _base(run))
-    judged = _with_leaves(run, _base(run))
-    return _conclude_large(run, judged, _with_all_rows(run, judged))
-
-# %% ../../nbs/machines/10_large.ipynb #8e0cb763
-def _base(run: LargeRun) -> Predictor:
-    "What predicts without leaves."
-    c = run.chosen_centres()
-    return Predictor(c.kernel, c.Z, c.W, run.state["B"])
 
 # %% ../../nbs/machines/10_large.ipynb #df14bd2d
 def _conclude_large(run: LargeRun, judged: Any, predictor: Any) -> LargeFit:
-    "The fit, and a sentence about it."
-    chosen, n = run.state["chosen"], len(run.rows)
-    metric = f"M after {chosen['t']} updates" if chosen["t"] else "M = I"
-    where = "kept in memory" if run.keep else "made anew at each step"
-    leaves = f", {len(predictor.parts)} leaves" if isinstance(predictor, LeafPredictor) else ""
-    kernel = f", {type(predictor.kernel).__name__}" if chosen["kernel"] else ""
-    note = (f"n = {n}: {run.k} centres, kernel between rows and centres {where}; {metric}{kernel} "
-            f"and ridge {chosen['ridge']:g} chosen on {len(run.test[0])} held-out rows{leaves}")
-    left_out = judged(run.test[0]), run.test[1]
-    return LargeFit(predictor, chosen["M"], chosen["ridge"], chosen["t"],
-                    run.state["history"], note, left_out)
+    "The fit; the held-out rows are predicted by what has not seen them."
+    chosen, (X, Y) = run.state["chosen"], run.test
+    return LargeFit(predictor, chosen["M"], chosen["ridge"], chosen["t"], run.state["history"],
+                    _large_note(run, predictor), (judged(X), Y))
 
 # %% ../../nbs/machines/10_large.ipynb #e1d61ec0
 @dataclass
@@ -638,38 +810,58 @@ class Split:
     low: "Split | int" # a node, or the number of a leaf
     high: "Split | int" # a node, or the number of a leaf
 
+# %% ../../nbs/machines/10_large.ipynb #3537c884
+def _widest(Z: Tensor, rows: Tensor) -> Tensor: # d
+    "The direction in which the rows vary most, from some two thousand of them."
+    some = Z[rows[::max(1, len(rows) // 2000)]]
+    return torch.linalg.eigh(torch.cov(some.T).reshape(Z.shape[1], -1))[1][:, -1]
+
+# %% ../../nbs/machines/10_large.ipynb #c15ecc44
+def _goes_low(place: Tensor, cut: float) -> Tensor: # of booleans
+    "Which rows go low; equal rows, which no cut parts, by their order."
+    low = place <= cut
+    return torch.arange(len(place)) < len(place) // 2 if low.all() else low
+
 # %% ../../nbs/machines/10_large.ipynb #e1d127b2
-def grow_tree(Z: Tensor, # n × d points, mapped by M^½
-              size: int, # most rows of a leaf
-              leaves: list[Tensor], # receives the rows of each leaf
-              rows: Tensor | None = None, # of this node; None: all
-             ) -> Split | int:
+def grow_tree(
+    Z: Tensor, # n × d points, mapped by M^½
+    size: int, # most rows of a leaf
+    leaves: list[Tensor], # receives the rows of each leaf
+    rows: Tensor | None = None, # of this node; None: all
+) -> Split | int:
     "A tree of median splits along the widest direction."
     rows = torch.arange(len(Z)) if rows is None else rows
     if len(rows) <= size:
         leaves.append(rows)
         return len(leaves) - 1
-    some = Z[rows[::max(1, len(rows) // 2000)]]
-    direction = torch.linalg.eigh(torch.cov(some.T).reshape(Z.shape[1], -1))[1][:, -1]
+    direction = _widest(Z, rows)
     place = Z[rows] @ direction
     cut = float(place.median())
-    low = place <= cut
-    if low.all():                                       # equal rows: no cut parts them
-        low = torch.arange(len(rows)) < len(rows) // 2
+    low = _goes_low(place, cut)
     parts = [grow_tree(Z, size, leaves, rows[side]) for side in (low, ~low)]
     return Split(direction, cut, *parts)
 
 # %% ../../nbs/machines/10_large.ipynb #076f9a08
-def leaf_of(tree: "Split | int", # the root, or the number of the only leaf
-            Z: Tensor, # m × d points, mapped by M^½
-           ) -> Tensor: # m
+def leaf_of(
+    tree: "Split | int", # the root, or the number of the only leaf
+    Z: Tensor, # m × d points, mapped by M^½
+) -> Tensor: # m
     "The number of each row's leaf."
     if isinstance(tree, int): return torch.full((len(Z),), tree)
     out = torch.empty(len(Z), dtype=torch.long)
     low = Z @ tree.direction <= tree.cut
-    out[low] = leaf_of(tree.low, Z[low])
-    out[~low] = leaf_of(tree.high, Z[~low])
+    for side, below in ((low, tree.low), (~low, tree.high)):
+        out[side] = leaf_of(below, Z[side])
     return out
+
+# %% ../../nbs/machines/10_large.ipynb #bdac20bb
+def _add_leaves(F: Tensor, Z: Tensor, leaf: Tensor, parts: list[Predictor | None]) -> None:
+    "Correct each row's prediction by the machine of its leaf."
+    for number in leaf.unique().tolist():
+        part = parts[number]
+        if part is None: continue
+        rows = (leaf == number).nonzero()[:, 0]
+        F[rows] += part(Z[rows])
 
 # %% ../../nbs/machines/10_large.ipynb #1f7703f1
 @dataclass
@@ -689,182 +881,239 @@ class LeafPredictor:
                          "or fit with leaves=False")
 
     @torch.no_grad()
-    def __call__(self,
-                 Z, # m × d points
-                ) -> Tensor: # m × c
+    def __call__(
+        self,
+        Z, # m × d points
+    ) -> Tensor: # m × c
         "The predictor's answer, corrected by the leaf that each row falls into."
         Z = as_points(Z, like=self.base.X)
         F = self.base(Z)
-        leaf = leaf_of(self.tree, Z @ self.base.W.to(Z))
-        for number in leaf.unique().tolist():
-            part = self.parts[number]
-            rows = (leaf == number).nonzero()[:, 0]
-            if part is not None:
-                F[rows] += part(Z[rows])
+        _add_leaves(F, Z, leaf_of(self.tree, Z @ self.base.W.to(Z)), self.parts)
         return F
 
 # %% ../../nbs/machines/10_large.ipynb #a3e0ea35
 LEAF_RIDGES = (1., .1) # times the chosen one
 WORTH_LEAVES = .98 # leaves are kept that bring the error below this part of what it was
 
-def leaf_size(n: int, # rows
-              s: LargeSettings, # the choices
-             ) -> int:
+def leaf_size(
+    n: int, # rows
+    s: LargeSettings, # the choices
+) -> int:
     "Most rows of a leaf."
     return s.leaf or max(4000, int((2.2e12 / n)**.5))
 
 # %% ../../nbs/machines/10_large.ipynb #3f7e334d
-def leaf_predictors(base: Predictor, # a predictor for all rows
-                    X: Tensor, # rows of the leaf
-                    Y: Tensor, # their targets
-                    ridges: tuple[float, ...], # nλ
-                   ) -> list[Predictor]: # by ridge
+def leaf_predictors(
+    base: Predictor, # a predictor for all rows
+    X: Tensor, # rows of the leaf
+    Y: Tensor, # their targets
+    ridges: tuple[float, ...], # nλ
+) -> list[Predictor]: # by ridge
     "Machines on the residuals in one leaf."
-    K = base.kernel(X @ base.W.to(X), mirror=False)
-    found = solve_grid(K, Y - base(X), ridges)
-    return [Predictor(base.kernel, X, base.W, one.alpha) for one in found]
+    return _machines(base.kernel, X, Y - base(X), base.W, ridges)
+
+# %% ../../nbs/machines/10_large.ipynb #1f52246e
+def _fill_leaf(found: list[LeafPredictor], leaf: int, X: Tensor, Y: Tensor) -> None:
+    "Give a leaf its machine, in each of the predictors that are left."
+    ridges = tuple(p.ridge for p in found)
+    for p, part in zip(found, leaf_predictors(found[0].base, X, Y, ridges)):
+        p.parts[leaf] = part
+
+# %% ../../nbs/machines/10_large.ipynb #d8a40994
+def _spread_order(leaves: int) -> list[int]:
+    "The numbers of the leaves, every eighth first."
+    return sorted(range(leaves), key=lambda leaf: leaf % 8)
 
 # %% ../../nbs/machines/10_large.ipynb #c0b7d1f2
-def fit_leaves(base: Predictor, # a predictor for all rows
-               X: Tensor, # n × d training rows
-               Y: Tensor, # n × c
-               size: int, # most rows of a leaf
-               ridges: tuple[float, ...], # nλ, to compare
-               # after one leaf in eight: with which to go on
-               keep: Callable[[list[LeafPredictor]], list[LeafPredictor]] = lambda found: found,
-              ) -> list[LeafPredictor]: # those that were kept
+def fit_leaves(
+    base: Predictor, # a predictor for all rows
+    X: Tensor, # n × d training rows
+    Y: Tensor, # n × c
+    size: int, # most rows of a leaf
+    ridges: tuple[float, ...], # nλ, to compare
+    # after one leaf in eight: with which to go on
+    keep: Callable[[list[LeafPredictor]], list[LeafPredictor]] = lambda found: found,
+) -> list[LeafPredictor]: # those that were kept
     "Machines on the residuals of a predictor, one for each leaf."
     leaves: list[Tensor] = []
     tree = grow_tree(X @ base.W.to(X), size, leaves)
     found = [LeafPredictor(base, tree, [None] * len(leaves), r) for r in ridges]
-    order = sorted(range(len(leaves)), key=lambda leaf: leaf % 8)
-    for done, leaf in enumerate(order):
+    for done, leaf in enumerate(_spread_order(len(leaves))):
         found = keep(found) if done == -(-len(leaves) // 8) else found
         if not found: return []
-        rows, own = leaves[leaf], tuple(p.ridge for p in found)
-        for p, part in zip(found, leaf_predictors(base, X[rows], Y[rows], own)):
-            p.parts[leaf] = part
+        _fill_leaf(found, leaf, X[leaves[leaf]], Y[leaves[leaf]])
     return found
+
+# %% ../../nbs/machines/10_large.ipynb #b7163047
+def _tries_leaves(n: int, s: LargeSettings) -> bool:
+    "Are leaves asked for, or are there few enough rows to try them?"
+    return n <= 300_000 if s.leaves is None else s.leaves
+
+# %% ../../nbs/machines/10_large.ipynb #eaf4819b
+def _worth_leaves(run: LargeRun, errors: list[float]) -> bool:
+    "Are leaves with these errors kept?"
+    least = min(h["error"] for h in run.state["history"] if h["step"] == "predictor")
+    return bool(run.settings.leaves) or min(errors) < WORTH_LEAVES * least
+
+# %% ../../nbs/machines/10_large.ipynb #c1f18a52
+def _note_leaves(run: LargeRun, found: list[LeafPredictor], errors: list[float]) -> None:
+    "A line of the history for each ridge of the leaves."
+    st = run.state
+    same = dict(step="leaves", t=st["chosen"]["t"])
+    lines = [dict(**same, ridge=p.ridge, error=e) for p, e in zip(found, errors)]
+    st["history"] = st["history"] + lines
+
+# %% ../../nbs/machines/10_large.ipynb #0e659520
+def _judge_leaves(run: LargeRun, found: list[LeafPredictor]) -> list[LeafPredictor]:
+    "The best on the held-out rows; none if it does not help."
+    errors = [_held_out_error(p, run.test, run.settings.metric) for p in found]
+    _note_leaves(run, found, errors)
+    return [found[int(np.argmin(errors))]] if _worth_leaves(run, errors) else []
+
+# %% ../../nbs/machines/10_large.ipynb #8ec88243
+def _joined(*blocks: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+    "Inputs and targets of all blocks, each in one array."
+    return (torch.cat(parts) for parts in zip(*blocks))
 
 # %% ../../nbs/machines/10_large.ipynb #fbaa5b0e
 def _with_leaves(run: LargeRun, base: Predictor) -> Any: # `LeafPredictor`, or the base
     "The predictor with leaves, if they are wanted and help."
-    s, st = run.settings, run.state
-    small = len(run.rows) <= 300_000 and hasattr(run.rows, "blocks")
-    if s.leaves is False or (s.leaves is None and not small): return base
-    X, Y = (torch.cat(parts) for parts in zip(*run.rows.blocks(2**20)))
-    error = lambda p: error_of(s.metric, p(run.test[0]), run.test[1])
-    least = min(h["error"] for h in st["history"] if h["step"] == "predictor")
-
-    def keep(found: list[LeafPredictor]) -> list[LeafPredictor]:
-        errors = [error(p) for p in found]
-        st["history"] = st["history"] + [dict(step="leaves", t=st["chosen"]["t"], ridge=p.ridge,
-                                              error=e) for p, e in zip(found, errors)]
-        worth = s.leaves or min(errors) < WORTH_LEAVES * least
-        return [found[int(np.argmin(errors))]] if worth else []
-
-    ridges = tuple(f * st["chosen"]["ridge"] for f in LEAF_RIDGES)
+    s, rows = run.settings, run.rows
+    here = s.leaves or hasattr(rows, "blocks")          # on a cluster they are not tried
+    if not (here and _tries_leaves(len(rows), s)): return base
+    X, Y = _joined(*rows.blocks(2**20))
+    ridges = tuple(f * run.state["chosen"]["ridge"] for f in LEAF_RIDGES)
+    keep = lambda found: _judge_leaves(run, found)
     found = fit_leaves(base, X, Y, leaf_size(len(X), s), ridges, keep)
-    found = keep(found) if found else []
-    return found[0] if found else base
+    best = keep(found) if found else []
+    return best[0] if best else base
 
 # %% ../../nbs/machines/10_large.ipynb #4fe0a9b3
 def _with_all_rows(run: LargeRun, judged: Any) -> Any: # `LeafPredictor`, or what was judged
     "The leaves again, with the held-out rows in them."
     if not isinstance(judged, LeafPredictor): return judged
-    X, Y = (torch.cat(parts) for parts in zip(*run.rows.blocks(2**20), run.test))
+    X, Y = _joined(*run.rows.blocks(2**20), run.test)
     size = leaf_size(len(X), run.settings)
     return fit_leaves(judged.base, X, Y, size, (judged.ridge,))[0]
 
+# %% ../../nbs/machines/10_large.ipynb #2e83c916
+def _machine_work(m: int, d: int, c: int) -> float:
+    "Operations of a machine on m rows."
+    return m**3 / 3 + 2 * m**2 * (2 * d + c + 20)
+
+# %% ../../nbs/machines/10_large.ipynb #26b22c2c
+def _choice_work(n: int, d: int, s: LargeSettings) -> int:
+    "Operations of comparing kernels and ridges."
+    compare = 2 * (2 * min(n, 12_000) * 1000 * (1000 + d) + len(s.ridges) * 1000**3)
+    return (1 + len(s.others)) * compare
+
+# %% ../../nbs/machines/10_large.ipynb #bc7401d1
+def _leaf_work(n: int, d: int, c: int, s: LargeSettings) -> float:
+    "Operations of the leaves: tried, then with all rows."
+    if not _tries_leaves(n, s): return 0
+    leaf = leaf_size(n, s)
+    return 4 * n / leaf * _machine_work(leaf, d, c)
+
+# %% ../../nbs/machines/10_large.ipynb #bb82ddc4
+def _solve_work(n: int, k: int, d: int, c: int, keep: bool) -> int:
+    "Operations of some ten steps; a kernel that is kept is made once."
+    return k**3 + 2 * n * k * ((1 if keep else 10) * (d + 20) + 20 * c)
+
 # %% ../../nbs/machines/10_large.ipynb #largees2
-def large_work(n: int, # rows
-               d: int, # columns
-               c: int, # targets
-               s: LargeSettings, # the choices
-               limit: int, # bytes
-              ) -> tuple[float, float]: # operations and bytes, both about
+def large_work(
+    n: int, # rows
+    d: int, # columns
+    c: int, # targets
+    s: LargeSettings, # the choices
+    limit: int, # bytes
+) -> tuple[float, float]: # operations and bytes, both about
     "What a fit on many rows will take."
     k, keep = plan_large(n, s, limit)
-    machine = lambda m: m**3 / 3 + 2 * m**2 * (2 * d + c + 20)
-    learn = len(s.learn_ridges) * (s.iters + 1) * machine(s.rows)
-    compare = 2 * (2 * min(n, 12_000) * 1000 * (1000 + d) + len(s.ridges) * 1000**3)
-    choose = (1 + len(s.others)) * compare
-    solve = k**3 + 2 * n * k * ((1 if keep else 10) * (d + 20) + 20 * c)
-    leaves = s.leaves or (s.leaves is None and n <= 300_000)
-    leaf = leaf_size(n, s)
-    tree = 4 * n / leaf * machine(leaf) if leaves else 0       # tried, then with all rows
-    need = 8 * s.rows**2 + 3 * 2**27 + 12 * k**2 + (2 * n * k if keep else 0)
-    return learn + choose + solve + tree, float(need)
+    learn = len(s.learn_ridges) * (s.iters + 1) * _machine_work(s.rows, d, c)
+    choose, solve = _choice_work(n, d, s), _solve_work(n, k, d, c, keep)
+    work = learn + choose + solve + _leaf_work(n, d, c, s)
+    return work, float(_firm_bytes(s, k) + (2 * n * k if keep else 0))
+
+# %% ../../nbs/machines/10_large.ipynb #93ced656
+def _weighted_gaps(W: Tensor, X: Tensor, Z: Tensor) -> Tensor: # d × d
+    "Σ W_ij (x_i − z_j)(x_i − z_j)ᵀ."
+    mixed = X.T @ W @ Z
+    return (X.T * W.sum(1)) @ X + (Z.T * W.sum(0)) @ Z - mixed - mixed.T
 
 # %% ../../nbs/machines/10_large.ipynb #320e0403
-def centres_core(kernel: Kernel, # radial
-                 X: Tensor, # n × d
-                 Y: Tensor, # n × c
-                 Z: Tensor, # k × d centres
-                 B: Tensor, # k × c, at the minimum
-                 ridge: float, # ρ
-                 M: Tensor | None = None, # d × d; None: the identity
-                ) -> Tensor: # d × d
+def centres_core(
+    kernel: Kernel, # radial
+    X: Tensor, # n × d
+    Y: Tensor, # n × c
+    Z: Tensor, # k × d centres
+    B: Tensor, # k × c, at the minimum
+    ridge: float, # ρ
+    M: Tensor | None = None, # d × d; None: the identity
+) -> Tensor: # d × d
     "S of a predictor with centres, with FACT = M S."
     if not kernel.radial: raise ValueError("centres_core is for radial kernels")
     K, coefs = kernel.value_and_coef(X, Z, M)
     W = coefs * ((Y - K @ B) @ B.T)
-    mixed = X.T @ W @ Z
-    fit = (X.T * W.sum(1)) @ X + (Z.T * W.sum(0)) @ Z - mixed - mixed.T
     norm = fact_core(kernel.value_and_coef(Z, None, M)[1], B, Z, True)
-    return fit / ridge - norm
+    return _weighted_gaps(W, X, Z) / ridge - norm
+
+# %% ../../nbs/machines/10_large.ipynb #a032beab
+def as_float(
+    a: Any, # array of numbers
+) -> Tensor:
+    "An array as a float32 tensor in memory of its own: products round by how memory is aligned."
+    return torch.from_numpy(np.ascontiguousarray(a, dtype=np.float32)).clone()
+
+# %% ../../nbs/machines/10_large.ipynb #14bf5983
+def _fetched(X: Any, Y: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    "Some rows of dask arrays, brought here; dask wants their numbers sorted."
+    import dask
+    numbers, order = rows.sort()
+    some, back = numbers.numpy(), order.argsort()
+    x, y = dask.compute(X[some], Y[some])
+    return as_float(x)[back], as_float(y)[back]
+
+# %% ../../nbs/machines/10_large.ipynb #5d6a7617
+def _summed_there(X: Any, Y: Any, *told: Any) -> Any:
+    "The sum of `chunk_total(x, y, first, *told)` over chunks, made where they are."
+    from dask import delayed
+    firsts = np.cumsum([0, *X.chunks[0]])
+    chunks = zip(X.to_delayed()[:, 0], Y.to_delayed()[:, 0], firsts)
+    once = [delayed(m) for m in told]
+    parts = [delayed(chunk_total)(x, y, int(first), *once) for x, y, first in chunks]
+    return delayed(sum)(parts).compute()
 
 # %% ../../nbs/machines/10_large.ipynb #048f561c
 @dataclass
-class DaskRows:
+class DaskRows(_Table):
     "A table of chunks on a cluster, never brought together."
     X: Any # dask array, n × d
     Y: Any # dask array, n × c, in chunks of the same rows
-    held: Tensor = field(default_factory=lambda: torch.zeros(0).long()) # held-out rows, sorted
-
-    def __len__(self) -> int: return self.X.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        "n, d, c"
-        return len(self), self.X.shape[1], self.Y.shape[1]
+    held: Tensor = field(default_factory=_no_rows) # held-out rows, sorted
 
     @property
     def data(self) -> tuple: return self.X.name, self.Y.name
 
-    def take(self,
-             rows: Tensor, # their numbers
-            ) -> tuple[Tensor, Tensor]:
+    def take(
+        self,
+        rows: Tensor, # their numbers
+    ) -> tuple[Tensor, Tensor]:
         "Some rows by number, brought here."
-        import dask
-        sorted_rows, order = rows.sort()
-        some = sorted_rows.numpy()
-        back = order.argsort()
-        x, y = dask.compute(self.X[some], self.Y[some])
-        return as_float(x)[back], as_float(y)[back]
+        return _fetched(self.X, self.Y, rows)
 
-    def total(self,
-              work: Callable, # adds up over rows: work(X, Y, *more)
-              size: int, # most rows of a block
-              *more: Any, # what work is told beside the rows
-             ) -> Any:
+    def total(
+        self,
+        work: Callable, # adds up over rows: work(X, Y, *more)
+        size: int, # most rows of a block
+        *more: Any, # what work is told beside the rows
+    ) -> Any:
         "The sum of work(X, Y, *more) over blocks, made where the chunks are."
-        from dask import delayed
-        firsts = np.cumsum([0, *self.X.chunks[0]])
-        chunks = zip(self.X.to_delayed()[:, 0], self.Y.to_delayed()[:, 0], firsts)
-        told = [delayed(m) for m in (self.held, work, size, *more)]
-        parts = [delayed(chunk_total)(x, y, int(first), *told) for x, y, first in chunks]
-        return delayed(sum)(parts).compute()
-
-# %% ../../nbs/machines/10_large.ipynb #7cb15a18
-def as_float(a: Any, # array of numbers
-            ) -> Tensor:
-    "An array as a float32 tensor in memory of its own: products round by how memory is aligned."
-    return torch.from_numpy(np.ascontiguousarray(a, dtype=np.float32)).clone()
+        return _summed_there(self.X, self.Y, self.held, work, size, *more)
 
 # %% ../../nbs/machines/10_large.ipynb #1dd7d82c
-def unshared(m: Any, # a tensor, `Centres`, or anything else, which stays as it is
-            ) -> Any:
+def unshared(
+    m: Any, # a tensor, `Centres`, or anything else, which stays as it is
+) -> Any:
     "Tensors that came with a message, in memory of their own."
     if isinstance(m, Tensor): return m.clone()
     return replace(m, W=m.W.clone(), Z=m.Z.clone()) if isinstance(m, Centres) else m
@@ -872,44 +1121,51 @@ def unshared(m: Any, # a tensor, `Centres`, or anything else, which stays as it 
 # %% ../../nbs/machines/10_large.ipynb #fc31ee05
 @torch.no_grad()
 @one_core_each()
-def chunk_total(x: Any, # rows of a chunk
-                y: Any, # their targets
-                first: int, # number of its first row in the table
-                held: Tensor, # numbers of the held-out rows
-                work: Callable, # adds up over rows: work(X, Y, *more)
-                size: int, # most rows of a block
-                *more: Any, # what work is told beside the rows
-               ) -> Any:
+def chunk_total(
+    x: Any, # rows of a chunk
+    y: Any, # their targets
+    first: int, # number of its first row in the table
+    held: Tensor, # numbers of the held-out rows
+    work: Callable, # adds up over rows: work(X, Y, *more)
+    size: int, # most rows of a block
+    *more: Any, # what work is told beside the rows
+) -> Any:
     "What one chunk adds to a sum; runs on the worker that has it."
     X, Y = kept_rows(as_float(x), as_float(y), held, first)
     own = [unshared(m) for m in more]
     return sum(work(X[a:b], Y[a:b], *own) for a, b in row_ranges(len(X), size))
 
 # %% ../../nbs/machines/10_large.ipynb #c1aa0d1c
-def is_dask(X: Any, # anything
-           ) -> bool:
+def is_dask(
+    X: Any, # anything
+) -> bool:
     "A dask array or dataframe?"
     return type(X).__module__.partition(".")[0].startswith("dask")
 
+# %% ../../nbs/machines/10_large.ipynb #bddd26d1
+def _as_dask_array(A: Any) -> Any:
+    "A dataframe as an array that knows the lengths of its chunks."
+    return A.to_dask_array(lengths=True) if hasattr(A, "to_dask_array") else A
+
 # %% ../../nbs/machines/10_large.ipynb #77d8bdbb
-def dask_rows(X: Any, # dask array or dataframe, n × d
-              y: Any, # the same, n or n × c
-             ) -> DaskRows:
+def dask_rows(
+    X: Any, # dask array or dataframe, n × d
+    y: Any, # the same, n or n × c
+) -> DaskRows:
     "Both as arrays in chunks of the same rows."
-    X, y = (a.to_dask_array(lengths=True) if hasattr(a, "to_dask_array") else a for a in (X, y))
+    X, y = _as_dask_array(X).rechunk({1: -1}), _as_dask_array(y)
     y = y[:, None] if y.ndim == 1 else y
     if X.shape[0] != y.shape[0]:
         raise ValueError(f"X has {X.shape[0]} rows, y has {y.shape[0]}: pass as many targets")
-    X = X.rechunk({1: -1})
     return DaskRows(X, y.rechunk((X.chunks[0], -1)))
 
 # %% ../../nbs/machines/10_large.ipynb #be8c0c20
-def predict_chunks(fit: LargeFit, # whose predictions
-                   X: Any, # dask array or dataframe
-                  ) -> Any: # dask array, m × c
+def predict_chunks(
+    fit: LargeFit, # whose predictions
+    X: Any, # dask array or dataframe
+) -> Any: # dask array, m × c
     "Predictions that are made when they are asked for."
-    X = X.to_dask_array(lengths=True) if hasattr(X, "to_dask_array") else X
-    X = X.rechunk({1: -1})
+    X = _as_dask_array(X).rechunk({1: -1})
     answer = lambda x: fit.predictor(as_float(x)).numpy()
     columns = fit.predictor.alpha.shape[1]
     return X.map_blocks(answer, dtype=np.float32, chunks=(X.chunks[0], (columns,)))

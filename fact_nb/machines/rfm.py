@@ -405,16 +405,21 @@ def _give_back(p: Problem, keep_K: bool) -> None:
     p.K = p.K if keep_K else None
     p.plan = p.plan and replace(p.plan, store=False, refine=False)
 
+# %% ../../nbs/machines/01_rfm.ipynb #479a89b3
+def _trial_fit(fit: Fit, M: Tensor) -> Fit | None:
+    "The fit of another metric, if there is one."
+    try:
+        return fit_alpha(fit.settings, fit.problem, M, fit.alpha)
+    except (ValueError, torch.linalg.LinAlgError):
+        return None
+
 # %% ../../nbs/machines/01_rfm.ipynb #3a0067ca
 def _try_metric(fit: Fit, M: Tensor) -> float:
     "φ(M); the fit is left in the problem. Infinite where there is none."
-    p = fit.problem
-    try:
-        trial = fit_alpha(fit.settings, p, M, fit.alpha)
-    except (ValueError, torch.linalg.LinAlgError):
-        return float("inf")
+    p, trial = fit.problem, _trial_fit(fit, M)
+    if trial is None: return math.inf
     p.ready = M, trial
-    return objective(p.Y, trial.alpha, M) if trial.residual <= 1e-4 else float("inf")
+    return objective(p.Y, trial.alpha, M) if trial.residual <= 1e-4 else math.inf
 
 # %% ../../nbs/machines/01_rfm.ipynb #6bc19ddf
 def _ready(p: Problem, M: Tensor) -> Fit | None:
@@ -877,12 +882,17 @@ def _of_rows(w: Tensor | None, rows: Tensor) -> Tensor | None:
     "The weights of some rows, if there are weights."
     return None if w is None else w[rows]
 
+# %% ../../nbs/machines/01_rfm.ipynb #9fbcc287
+def _deadline(s: Settings, start: float) -> float:
+    "When no further update is begun."
+    return math.inf if s.time_limit is None else start + s.time_limit
+
 # %% ../../nbs/machines/01_rfm.ipynb #bf67c4c3
 def _learning_rows(s: Settings, p: Problem, start: float) -> Problem:
-    "The rows to learn from, with what a run may do to them and until when."
+    "The rows to learn from, and until when."
     rows = p if s.holdout is None else _split(p, s.holdout, s.seed)
     rows.free_ridge = s.ridge is None
-    rows.deadline = math.inf if s.time_limit is None else start + s.time_limit
+    rows.deadline = _deadline(s, start)
     return rows
 
 # %% ../../nbs/machines/01_rfm.ipynb #7f52b2b6

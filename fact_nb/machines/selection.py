@@ -137,7 +137,7 @@ def _without_own(Y: Tensor, alpha: Tensor, D: Tensor, w: Tensor | None) -> Tenso
 
 # %% ../../nbs/machines/08_selection.ipynb #e8837a1d
 class Likelihood(NamedTuple):
-    "What the evidence is made of, for one kernel matrix and one ridge."
+    "What the evidence is made of."
     F: float # −log evidence / (nc) without constants: the smaller the better
     alpha: Tensor # n × c
     factor: Tensor # n × n, lower triangle L with L Lᵀ = A
@@ -173,12 +173,18 @@ def evidence(
 def _likelihood(Y: Tensor, alpha: Tensor, factor: Tensor, ridge: float,
                 N: float) -> Likelihood | None:
     "@eq-evidence from a fit; None where the fit is worth nothing."
-    wide, (n, c) = dtype_for(Y.device), Y.shape
+    wide = dtype_for(Y.device)
     fitted = float((Y.to(wide) * alpha.to(wide)).sum())
     if not fitted > 0: return None
-    logdet = 2 * float(factor.diagonal().to(wide).log().sum()) + (N - n) * math.log(ridge)
-    F = .5 * math.log(fitted / (N * c)) + logdet / (2 * N)
+    F = .5 * math.log(fitted / (N * Y.shape[1])) + _log_det(factor, ridge, N) / (2 * N)
     return Likelihood(F, alpha, factor, fitted, N)
+
+# %% ../../nbs/machines/08_selection.ipynb #563e4f85
+def _log_det(factor: Tensor, ridge: float, N: float) -> float:
+    "log det A; each copy of a row beyond the first adds log ρ."
+    wide = dtype_for(factor.device)
+    once = 2 * float(factor.diagonal().to(wide).log().sum())
+    return once + (N - len(factor)) * math.log(ridge)
 
 # %% ../../nbs/machines/08_selection.ipynb #257ab600
 @dataclass(frozen=True)
@@ -278,7 +284,7 @@ def best_ridge(
 
 # %% ../../nbs/machines/08_selection.ipynb #a96c80ae
 def _valley(value: Callable[[int], float], n: int) -> int:
-    "From the middle of n places downhill; no value is asked for twice."
+    "Downhill from the middle of n places."
     known = cache(lambda i: value(i) if 0 <= i < n else math.inf)
     at = n // 2
     while True:
@@ -320,7 +326,7 @@ class SeenFits:
 
 # %% ../../nbs/machines/08_selection.ipynb #17973c46
 def seen_to_plain(
-    seen: SeenFits, # the fits of a run
+    seen: SeenFits, # of a run
 ) -> dict[str, Any]:
     "The records as dictionaries."
     plain = lambda kept: None if kept is None else kept._asdict()
@@ -430,8 +436,7 @@ class ByEvidence(Selection):
         fit: "Fit", # the one just made
     ) -> float: # infinite where the matrix is singular
         "F, or F + π(W)/n; the problem's K must be that of the fit."
-        p = fit.problem
-        seen = None if p.K is None else evidence(p.K, fit.settings.ridge, p.Y, p.w)
+        seen = _evidence_of(fit)
         if seen is None: return math.inf
         return seen.F + (0 if self.prior is None else self.prior.value(fit.W) / seen.rows)
 
@@ -440,6 +445,12 @@ class ByEvidence(Selection):
     def choose(self, seen: SeenFits) -> Kept:
         assert seen.best is not None, "every fit has been looked at"
         return seen.best
+
+# %% ../../nbs/machines/08_selection.ipynb #2d500a3b
+def _evidence_of(fit: "Fit") -> Likelihood | None: # None: there is no matrix, or it is singular
+    "How probable the targets are under a fit."
+    p = fit.problem
+    return None if p.K is None else evidence(p.K, fit.settings.ridge, p.Y, p.w)
 
 # %% ../../nbs/machines/08_selection.ipynb #9396183d
 SELECTIONS: dict[str, type[Selection]] = dict(best=Best, last=Last, loo=LeaveOneOut,

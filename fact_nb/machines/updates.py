@@ -12,7 +12,7 @@ __all__ = ['Pair', 'UPDATES', 'fact_update', 'nfa_update', 'trace_of', 'rescale'
 import math
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Callable, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
@@ -205,8 +205,8 @@ class Nfa(UpdateRule):
 # %% ../../nbs/machines/04_updates.ipynb #01c18199
 def objective(
     Y: Tensor, # n × c targets
-    alpha: Tensor, # n × c: (K_M + nλI)⁻¹ Y
-    M: Tensor, # d × d, or d weights
+    alpha: Tensor, # (K_M + nλI)⁻¹ Y
+    M: Tensor, # d × d or d
 ) -> float:
     "φ(M) = ½⟨Y, α⟩ + ½ tr M."
     trace = M.sum() if M.ndim == 1 else M.trace()
@@ -303,12 +303,17 @@ def search(
     tries: int = 15, # halvings
 ) -> tuple[Tensor, Tensor] | None: # the new W and M
     "The first of W + d, W + d/2, W + d/4, … at which φ falls enough; None when there is none."
+    for V, promised in _halvings(W, g, d, tries):
+        M = metric_of(V)
+        if fell(phi, at(M), promised): return V, M
+    return None
+
+# %% ../../nbs/machines/04_updates.ipynb #5380806c
+def _halvings(W: Tensor, g: Tensor, d: Tensor, tries: int) -> Iterator[tuple[Tensor, float]]:
+    "W + d, W + d/2, …, each with the fall that is asked for; none if d leads up."
     slope = float((g * d).sum())
     for k in range(tries if slope < 0 else 0):
-        V = W + d / 2**k
-        M = metric_of(V)
-        if fell(phi, at(M), -1e-4 * slope / 2**k): return V, M
-    return None
+        yield W + d / 2**k, -1e-4 * slope / 2**k
 
 # %% ../../nbs/machines/04_updates.ipynb #f474a00d
 def nearest(
@@ -319,12 +324,12 @@ def nearest(
     R = root_of(M)
     if M.ndim == 1: return R * torch.where(W < 0, -1., 1.).to(M)
     U, _, V = torch.linalg.svd(W @ R)
-    return U @ V @ R                                    # the rotation of R that comes closest
+    return U @ V @ R
 
 # %% ../../nbs/machines/04_updates.ipynb #ed46d116
 @dataclass
 class Way:
-    "What a descent remembers from one step to the next."
+    "What a descent remembers."
     W: Tensor # with WᵀW = M
     pairs: list[Pair] = field(default_factory=list) # the last steps, the newest last
     old: Pair | None = None # where the last step began, and the gradient there
@@ -371,10 +376,15 @@ def _walk_down(here: Pair, pairs: list[Pair], S: Tensor, phi: float,
                at: Callable[[Tensor], float]) -> Descended:
     "A step from W along its gradient; no jump is tried after it."
     W, g = here
-    for known in ([pairs, []] if pairs else [[]]):
+    for known in _with_and_without(pairs):
         found = search(W, g, direction(g, known, S), phi, at)
         if found: return Descended(Way(found[0], known, here, False), found[1], "descent")
     return Descended(Way(W, pairs, here, False), None, "none")
+
+# %% ../../nbs/machines/04_updates.ipynb #e1028e50
+def _with_and_without(pairs: list[Pair]) -> list[list[Pair]]:
+    "What is remembered, and nothing in case it misleads."
+    return [pairs, []] if pairs else [[]]
 
 # %% ../../nbs/machines/04_updates.ipynb #85b10225
 @dataclass(frozen=True)
@@ -414,7 +424,7 @@ def _descend_from(fit: "Fit") -> Tensor | None:
 
 # %% ../../nbs/machines/04_updates.ipynb #8aef1255
 def _check_objective(fit: "Fit") -> None:
-    "Raise if α does not solve the system, so that φ means nothing."
+    "Raise if α does not solve the system."
     if fit.residual <= 1e-4: return
     raise ValueError(f"the kernel matrix is singular with ridge {fit.settings.ridge:g}, "
                      "so that the objective is infinite: use a ridge > 0")
@@ -471,14 +481,20 @@ def look_at(
     return EvidenceLook(z, seen.F + paid, seen)
 
 # %% ../../nbs/machines/04_updates.ipynb #b465a061
-def _kernel_matrix(s: Sight, W: Tensor) -> Tensor: # n × n, upper triangle
-    "K, with weights uKu, at the metric WᵀW."
+def _kernel_matrix(s: Sight, W: Tensor) -> Tensor: # n × n
+    "K, or with weights uKu, at the metric WᵀW."
     Z = s.X * W.to(s.X) if s.diagonal else s.X @ W.T.to(s.X)
-    if s.room is None:
-        s.room = s.X.new_empty(len(Z), len(Z)), s.X.new_empty(len(Z), len(Z))
     P = pairs_of(Z, None, None, s.kernel.radial)
-    K, _ = evaluate_both(s.kernel, P, *s.room, mirror=False)
+    K, _ = evaluate_both(s.kernel, P, *_room_of(s), mirror=False)
     return weigh_(K, s.w)
+
+# %% ../../nbs/machines/04_updates.ipynb #0e1452d1
+def _room_of(s: Sight) -> tuple[Tensor, Tensor]: # each n × n
+    "The memory for K and C, taken at the first look."
+    n = len(s.X)
+    if s.room is None:
+        s.room = s.X.new_empty(n, n), s.X.new_empty(n, n)
+    return s.room
 
 # %% ../../nbs/machines/04_updates.ipynb #38252cc3
 def evidence_gradient(
@@ -505,9 +521,8 @@ def _ridge_slope(seen: Likelihood, D: Tensor, ridge: float, w: Tensor | None) ->
 # %% ../../nbs/machines/04_updates.ipynb #be556c31
 def _metric_gradient(s: Sight, W: Tensor, seen: Likelihood, inverse: Tensor) -> Tensor: # like W
     "∇(F + π/n) in W; the inverse is overwritten."
-    assert s.room is not None, "the last look has filled it"
     less = weigh_(inverse.mul_(seen.fitted / seen.rows), s.w)
-    S = fact_core(s.room[1], seen.alpha, s.X, s.kernel.radial, less).to(W)
+    S = fact_core(_room_of(s)[1], seen.alpha, s.X, s.kernel.radial, less).to(W)
     g = (W * S.diagonal() if s.diagonal else W @ S) / -seen.fitted
     return g if s.prior is None else g + s.prior.pull(W) / seen.rows
 
@@ -525,12 +540,10 @@ def _free_part(z: Tensor, g: Tensor) -> Tensor:
 def _lower(s: Sight, here: EvidenceLook, g: Tensor, known: list[Pair]) -> EvidenceLook | None:
     "The first point along the direction, or half of it, …, at which the criterion falls enough."
     d = direction(g, known, g) if known else -g / g.norm()
-    slope = float((g * d).sum())
-    for k in range(12 if slope < 0 else 0):
-        z = here.z + d / 2**k
+    for z, promised in _halvings(here.z, g, d, 12):
         z[-1].clamp_(*_LOG_RIDGE)
         there = look_at(s, z)
-        if fell(here.value, there.value, -1e-4 * slope / 2**k): return there
+        if fell(here.value, there.value, promised): return there
     return None
 
 # %% ../../nbs/machines/04_updates.ipynb #2dae2398
@@ -556,7 +569,7 @@ def _evidence_step(s: Sight, way: Way, here: EvidenceLook) -> tuple[Way, Evidenc
     g = _free_part(here.z, evidence_gradient(s, here))
     if g.norm() < 1e-9: return None
     pairs = remember(way, g)
-    for known in ([pairs, []] if pairs else [[]]):
+    for known in _with_and_without(pairs):
         found = _lower(s, here, g, known)
         if found: return Way(found.z, known, (way.W, g)), found
     return None
