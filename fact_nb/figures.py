@@ -8,8 +8,8 @@ __all__ = ['COLOURS', 'MARKERS', 'DASHES', 'WIDTH', 'style', 'look', 'heatmaps',
 # %% ../nbs/04_figures.ipynb #54e7e2f5
 import io
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
-from typing import Any, Iterator, Mapping
+from functools import cache, lru_cache
+from typing import Any, Callable, Iterator, Mapping
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -22,6 +22,8 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.font_manager import FontProperties, fontManager, get_font
 from matplotlib.ft2font import FT2Font
 from matplotlib.mathtext import MathTextParser
+from matplotlib.offsetbox import OffsetBox
+from matplotlib.spines import Spine
 from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 from matplotlib.transforms import Bbox
@@ -230,23 +232,45 @@ def _lay_out(fig: MplFigure) -> None:
 
 # %% ../nbs/04_figures.ipynb #fg000017
 class _WhileStill:
-    "A method of an axis that answers anew only where the axis has moved."
-    def __init__(self, axis: Axis, name: str) -> None:
-        self.axis, self.ask = axis, getattr(axis, name)
+    "A method of an artist that answers anew only where its axes has moved."
+    def __init__(self, artist: Axis | Spine, ask: Callable[..., Any]) -> None:
+        self.artist, self.ask = artist, ask
         self.place: tuple[float, ...] = ()
 
     def __call__(self, *args: Any) -> Any:
-        place = (*self.axis.axes.bbox.bounds, *self.axis.get_view_interval())
+        ax = self.artist.axes
+        place = (*ax.bbox.bounds, *ax.viewLim.extents)
         if place != self.place:
             self.place, self.answer = place, self.ask(*args)
         return self.answer
 
 # %% ../nbs/04_figures.ipynb #fg000018
-_ASKED_OFTEN = ("_update_ticks", "_get_ticklabel_bboxes")
+def _united(boxes: list[Bbox]) -> list[Bbox]:
+    "One box around all, where each is finite."
+    finite = boxes and np.isfinite([b.extents for b in boxes]).all()
+    return [Bbox.union(boxes)] if finite else boxes
 
+# %% ../nbs/04_figures.ipynb #d668068b
+def _unless_for_title(axis: Axis) -> Callable[..., Bbox | None]:
+    "The box around an axis; for a title only where there is an offset text that it might hit."
+    usual = axis.get_tightbbox
+
+    def box(renderer: Any = None, *, for_layout_only: bool = False) -> Bbox | None:
+        axis._update_ticks()
+        offset = axis.get_major_formatter().get_offset()
+        if for_layout_only or offset: return usual(renderer, for_layout_only=for_layout_only)
+        axis.offsetText.set_text("")
+        return None
+    return box
+
+# %% ../nbs/04_figures.ipynb #89d22894
 def _remembered(axis: Axis) -> dict[str, Any]:
-    "Methods of an axis that remember their answers, by name."
-    return {name: _WhileStill(axis, name) for name in _ASKED_OFTEN if hasattr(axis, name)}
+    "Methods of an axis that do their work once a place, by name."
+    if not hasattr(axis, "_update_ticks") or not hasattr(axis, "_get_ticklabel_bboxes"): return {}
+    boxes = axis._get_ticklabel_bboxes
+    united = lambda *args: tuple(_united(b) for b in boxes(*args))
+    return dict(_update_ticks=_WhileStill(axis, axis._update_ticks),
+                _get_ticklabel_bboxes=_WhileStill(axis, united))
 
 # %% ../nbs/04_figures.ipynb #3e6d77fa
 class _StampLabel:
@@ -294,13 +318,27 @@ def _stamps(axis: Axis) -> dict[str, Any]:
     return dict(majorTicks=[_Stamp(models[True])], minorTicks=[_Stamp(models[False])],
                 _get_tick=lambda major: _Stamp(models[major]), _copy_tick_props=lambda *_: None)
 
-# %% ../nbs/04_figures.ipynb #513e394d
+# %% ../nbs/04_figures.ipynb #7a649e87
+def _legend_boxes(fig: MplFigure) -> list[OffsetBox]:
+    "The boxes inside the legends of a figure."
+    legends = [*fig.legends, *(ax.get_legend() for ax in fig.axes)]
+    packed = [a for a in legends if a is not None and getattr(a, "_mode", None) != "expand"]
+    return [box for legend in packed for box in legend.findobj(OffsetBox)]
+
+# %% ../nbs/04_figures.ipynb #486f82b2
 @contextmanager
-def _quick_axes(fig: MplFigure) -> Iterator[None]:
-    "Let the axes of a figure do no work twice, for one drawing with one renderer."
+def _nothing_twice(fig: MplFigure) -> Iterator[None]:
+    "Let the parts of a figure do no work twice, for one drawing with one renderer."
     with ExitStack() as stack:
-        for axis in [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]:
-            stack.enter_context(_changed(axis, **_remembered(axis), **_stamps(axis)))
+        change = lambda thing, **new: stack.enter_context(_changed(thing, **new))
+        for ax in fig.axes:
+            for axis in (ax.xaxis, ax.yaxis):
+                change(axis, **_remembered(axis), **_stamps(axis))
+            change(ax.yaxis, get_tightbbox=_unless_for_title(ax.yaxis))
+            for spine in ax.spines.values():
+                change(spine, get_window_extent=_WhileStill(spine, spine.get_window_extent))
+        for box in _legend_boxes(fig):
+            change(box, get_bbox=cache(box.get_bbox))
         yield
 
 # %% ../nbs/04_figures.ipynb #fg000010
@@ -334,7 +372,7 @@ def to_svg(fig: MplFigure) -> bytes:
     "A figure as SVG, the same bytes each time it is drawn."
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "fact_nb", "svg.fonttype": "path"}):
-        with _on_canvas(fig, out) as canvas, _quick_axes(fig):
+        with _on_canvas(fig, out) as canvas, _nothing_twice(fig):
             _lay_out(fig)
             fig.set_layout_engine("none")           # it is done
             fig.draw(canvas.get_renderer())
