@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterator, Mapping
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, Tick
 from matplotlib.backends.backend_mixed import MixedModeRenderer
@@ -44,10 +45,10 @@ _SIZES = dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize",
 _SIZES |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 11 * .85)
 
 # %% ../nbs/04_figures.ipynb #b0c29978
-_INK = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color",
-                      "ytick.color"), ".15")
+_INK: dict[str, Any] = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color",
+                                      "xtick.color", "ytick.color"), ".15")
 _INK |= {"grid.color": ".8", "patch.edgecolor": "w", "patch.force_edgecolor": True,
-         "axes.prop_cycle": mpl.cycler("color", _PALETTE)}
+         "axes.prop_cycle": cycler(color=_PALETTE)}
 
 # %% ../nbs/04_figures.ipynb #8ca47b28
 _LINES = {"axes.linewidth": 1.25, "grid.linewidth": 1., "grid.linestyle": "-",
@@ -66,11 +67,14 @@ _OURS = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True
          "grid.alpha": .3, "figure.constrained_layout.use": True, "figure.facecolor": "none",
          "axes.facecolor": "none", "svg.fonttype": "path", "mathtext.fontset": "cm"}
 
+# %% ../nbs/04_figures.ipynb #0f8b875d
+_THEME: dict[Any, Any] = _SIZES | _INK | _LINES | _TICKS | _SIDES | _FONT | _OURS
+
 # %% ../nbs/04_figures.ipynb #8ffdb37f
 @contextmanager
 def style() -> Iterator[None]:
     "The theme of every figure, inside a with block; nothing leaks out."
-    with mpl.rc_context(_SIZES | _INK | _LINES | _TICKS | _SIDES | _FONT | _OURS):
+    with mpl.rc_context(_THEME):
         try:
             yield
         finally:
@@ -169,7 +173,7 @@ def _size(s: str, prop: FontProperties, ismath: Any) -> tuple[float, float, floa
 @lru_cache(256)
 def _heights(prop: FontProperties) -> tuple[Any, Any, Any]:
     "Ascent, descent and line gap of a font in points; None where its tables do not tell."
-    font = get_font(fontManager._find_fonts_by_props(prop))
+    font: Any = get_font(fontManager._find_fonts_by_props(prop))
     head, of_lines = font.get_sfnt_table("head"), font.get_sfnt_table("OS/2")
     if head is None or of_lines is None: return None, None, None
     scale = 1 / head["unitsPerEm"] * prop.get_size_in_points()
@@ -251,7 +255,7 @@ def _united(boxes: list[Bbox]) -> list[Bbox]:
     return [Bbox.union(boxes)] if finite else boxes
 
 # %% ../nbs/04_figures.ipynb #d668068b
-def _unless_for_title(axis: Axis) -> Callable[..., Bbox | None]:
+def _unless_for_title(axis: Any) -> Callable[..., Bbox | None]:
     "The box around an axis; for a title only where there is an offset text that it might hit."
     usual = axis.get_tightbbox
 
