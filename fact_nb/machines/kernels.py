@@ -486,7 +486,7 @@ def _registered_name(kernel: Kernel) -> str:
     for name, cls in NAMES.items():
         if cls is type(kernel): return name
     raise ValueError(f"{type(kernel).__name__} is not a kernel of fact_nb.machines.kernels, "
-                     "and not registered: put @register above its class")
+                     "and not registered: put @register_kernel above its class")
 
 # %% ../../nbs/machines/02_kernels.ipynb #9d8ba815
 def kernel_spec(
