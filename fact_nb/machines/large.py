@@ -203,7 +203,7 @@ def with_median(
     X: Tensor, # points
     M: Tensor, # d × d
 ) -> Kernel:
-    "The kernel with the median distance in M as bandwidth."
+    "The kernel with M's median distance as bandwidth."
     if not lacks_bandwidth(kernel): return kernel
     return kernel.with_bandwidth(median_bandwidth(X, M.to(X), kernel))
 
@@ -638,8 +638,8 @@ def without_floor(
 # %% ../../nbs/machines/10_large.ipynb #dd3159d4
 def _machines(
     kernel: Kernel, X: Tensor, Y: Tensor, W: Tensor, ridges: tuple[float, ...],
-) -> list[Predictor]: # by ridge
-    "Machines on a few rows, from one matrix."
+) -> list[Predictor]:
+    "Machines on a few rows, one for each ridge."
     found = solve_grid(kernel(X @ W.to(X), mirror=False), Y, ridges)
     return [Predictor(kernel, X, W, one.alpha) for one in found]
 
@@ -750,7 +750,7 @@ def fit_rows(
 
 # %% ../../nbs/machines/10_large.ipynb #49a282b5
 def _metric_note(run: LargeRun, kernel: Kernel) -> str:
-    "Which M was chosen, and the kernel if it is not the first."
+    "Which M was chosen, and a kernel that is not the first."
     chosen = run.state["chosen"]
     metric = f"M after {chosen['t']} updates" if chosen["t"] else "M = I"
     return metric + (f", {type(kernel).__name__}" if chosen["kernel"] else "")
@@ -904,7 +904,7 @@ def leaf_size(
 
 # %% ../../nbs/machines/10_large.ipynb #3f7e334d
 def leaf_predictors(
-    base: Predictor, # a predictor for all rows
+    base: Predictor, # for all rows
     X: Tensor, # rows of the leaf
     Y: Tensor, # their targets
     ridges: tuple[float, ...], # nλ
