@@ -244,3 +244,19 @@ def test_a_kept_kernel_is_rounded_and_the_answer_is_not():
     assert 0 < (a - b).norm() < 1e-3 * b.norm() and (kept.rhs - anew.rhs).norm() < 1e-5 * anew.rhs.norm()
     wide = GramProduct(rows, replace(c, kernel=Quadratic()), True)
     assert wide.kept[0].dtype == torch.float32                    # its values may be large
+
+
+def test_a_kernel_without_full_rank_is_fitted():
+    X, y = table(d=20)
+    fit = fit_large(X[:2500], y[:2500], replace(SMALL, kernel=Quadratic(), others=(), centres=400))
+    assert r2(fit.predict(X[2500:]), y[2500:]) > .3             # the product is seen, the sine is not
+
+
+def test_leaves_predict_on_a_cluster_too():
+    da = pytest.importorskip("dask.array")
+    X, y = table()
+    fit = fit_large(X[:2500], y[:2500], replace(SMALL, leaves=True))
+    lazy = fit.predict(da.from_array(X[2500:].numpy(), chunks=(200, 6)))
+    assert lazy.shape == (500, 1)
+    off = torch.from_numpy(lazy.compute()) - fit.predict(X[2500:])
+    assert off.norm() < 1e-3 * fit.predict(X[2500:]).norm()     # blocks of rows round in float32

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from ..arguments import check_number
 from ..files import fingerprint, load_state, save_state
 from .direct import cho_solve, cholesky_, gram_of, solve, solve_grid
-from .direct import sym_matmul
+from .direct import lower_factor, sym_matmul
 from .gradients import centred, fact_core
 from .iterative import cg
 from .kernels import ExpPower, Kernel, Laplace, as_points, evaluate_both
@@ -430,9 +430,12 @@ def solve_centres(
 def _whitening(c: Centres) -> Callable[[Tensor], Tensor]:
     "X → L⁻¹ K(Z, X) in float64, with K_mm = L Lᵀ."
     Km = c.against(c.Z).double()
-    Km.diagonal().add_(1e-6 * float(Km.diagonal().mean()))
-    L = torch.linalg.cholesky(Km)
-    return lambda X: torch.linalg.solve_triangular(L, c.against(X).double().T, upper=False)
+    added = 1e-6 * float(Km.diagonal().mean())
+    L, failed = lower_factor(Km, added)
+    while failed:                                       # K_mm has not full rank
+        added *= 10
+        L, failed = lower_factor(Km, added)
+    return lambda X: torch.linalg.solve_triangular(L.tril(), c.against(X).double().T, upper=False)
 
 # %% ../../nbs/machines/10_large.ipynb #e72c4002
 def ridge_errors(
@@ -1167,5 +1170,5 @@ def predict_chunks(
     "Predictions that are made when they are asked for."
     X = _as_dask_array(X).rechunk({1: -1})
     answer = lambda x: fit.predictor(as_float(x)).numpy()
-    columns = fit.predictor.alpha.shape[1]
+    columns = fit.left_out[0].shape[1]
     return X.map_blocks(answer, dtype=np.float32, chunks=(X.chunks[0], (columns,)))
