@@ -186,7 +186,8 @@ def soon(monkeypatch):
     "Estimators go the large way from 1,000 rows on, with small subsets."
     from fact_nb.machines import estimators, large
     monkeypatch.setattr(large, "LARGE_FROM", 1000)
-    settings = lambda m, chosen=True: replace(SMALL, metric=m.metric, seed=m.seed)
+    settings = lambda m, chosen=True, iters=None: replace(
+        SMALL, metric=m.metric, seed=m.seed, iters=SMALL.iters if iters is None else iters)
     monkeypatch.setattr(estimators, "large_settings", settings)
 
 
@@ -200,6 +201,8 @@ def test_estimators_go_this_way_by_themselves(soon, capsys, tmp_path):
     assert (RFMRegressor.load(tmp_path / "r.npz").predict(X) == r.predict(X)).all()
     c = RFMClassifier(random_state=0).fit(X[:2500], y[:2500] > 0)
     assert c.score(X[2500:], y[2500:] > 0) > .85 and 1 <= c.sharpness_ <= 60
+    steps = [h["t"] for h in RFMRegressor(iters=1).fit(X[:2500], y[:2500]).rfm_.history if h["step"] == "learn"]
+    assert steps == [0, 1, 0, 1]                                # the updates that were asked for
     few = RFMRegressor(iters=0, ridge=.1).fit(X[:900], y[:900])
     named = RFMRegressor(iters=0, ridge=.1, solver="direct").fit(X[:1100], y[:1100])
     weighted = RFMRegressor(iters=0, ridge=.1).fit(X[:1100], y[:1100], sample_weight=y[:1100]**2)

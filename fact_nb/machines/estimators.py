@@ -198,7 +198,8 @@ def _fit_tensors(est: _Machine, m: RFM, rows: list[Tensor], w: Tensor | None) ->
 # %% ../../nbs/machines/00_estimators.ipynb #68643b13
 def _fit_large_table(est: _Machine, m: RFM, X: Tensor, Y: Tensor) -> None:
     "The same for many rows."
-    est.rfm_ = fit_large(X, Y, large_settings(m, chosen=est.kernel is not None))
+    settings = large_settings(m, chosen=est.kernel is not None, iters=est.iters)
+    est.rfm_ = fit_large(X, Y, settings)
     if est.verbose:
         print(f"{type(est).__name__}: {est.rfm_.note}")
     _describe(est)

@@ -117,13 +117,15 @@ def _ridges_of(m: RFM) -> tuple[float, ...]:
 def large_settings(
     m: RFM, # a machine as it was set up
     chosen: bool = True, # was its kernel asked for?
+    iters: int | None = None, # updates that were asked for; None: as many as suit this way
 ) -> LargeSettings:
     "The settings of a machine, for many rows."
     shared = ("kernel", "metric", "memory", "time_limit", "seed", "progress")
     same = {name: getattr(m, name) for name in shared}
-    iters = LargeSettings.iters if m.iters else 0
+    if m.iters:
+        same["iters"] = LargeSettings.iters if iters is None else iters
     others = () if chosen else LargeSettings.others
-    return LargeSettings(others=others, iters=iters, ridges=_ridges_of(m), **same)
+    return LargeSettings(others=others, ridges=_ridges_of(m), **dict(iters=0) | same)
 
 # %% ../../nbs/machines/10_large.ipynb #c06ade36
 class _Table:
