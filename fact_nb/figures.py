@@ -9,12 +9,11 @@ __all__ = ['COLOURS', 'MARKERS', 'DASHES', 'WIDTH', 'style', 'look', 'heatmaps',
 import io
 from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, Tick
 from matplotlib.backends.backend_mixed import MixedModeRenderer
@@ -22,8 +21,10 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG, RendererSVG
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.font_manager import FontProperties, fontManager, get_font
 from matplotlib.ft2font import FT2Font
+from matplotlib.image import AxesImage
 from matplotlib.mathtext import MathTextParser
 from matplotlib.offsetbox import OffsetBox
+from matplotlib.rcsetup import cycler
 from matplotlib.spines import Spine
 from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
@@ -48,7 +49,7 @@ _SIZES |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"
 _INK: dict[str, Any] = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color",
                                       "xtick.color", "ytick.color"), ".15")
 _INK |= {"grid.color": ".8", "patch.edgecolor": "w", "patch.force_edgecolor": True,
-         "axes.prop_cycle": cycler(color=_PALETTE)}
+         "axes.prop_cycle": cycler("color", _PALETTE)}
 
 # %% ../nbs/04_figures.ipynb #8ca47b28
 _LINES = {"axes.linewidth": 1.25, "grid.linewidth": 1., "grid.linestyle": "-",
@@ -67,10 +68,9 @@ _OURS = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True
          "grid.alpha": .3, "figure.constrained_layout.use": True, "figure.facecolor": "none",
          "axes.facecolor": "none", "svg.fonttype": "path", "mathtext.fontset": "cm"}
 
-# %% ../nbs/04_figures.ipynb #0f8b875d
-_THEME: dict[Any, Any] = _SIZES | _INK | _LINES | _TICKS | _SIDES | _FONT | _OURS
-
 # %% ../nbs/04_figures.ipynb #8ffdb37f
+_THEME: Any = _SIZES | _INK | _LINES | _TICKS | _SIDES | _FONT | _OURS
+
 @contextmanager
 def style() -> Iterator[None]:
     "The theme of every figure, inside a with block; nothing leaks out."
@@ -88,6 +88,17 @@ def look(kind: str) -> dict[str, Any]: # one of the kinds above
                 markersize=5, linewidth=1.6)
 
 # %% ../nbs/04_figures.ipynb #c1d8259f
+def _heatmap(ax: Axes, title: str, A: np.ndarray, annotate: bool) -> AxesImage:
+    "One matrix, scaled by its largest entry."
+    scaled = A / (np.abs(A).max() or 1.)
+    image = ax.imshow(scaled, cmap="RdBu_r", vmin=-1, vmax=1)
+    if annotate:
+        _write_entries(ax, scaled)
+    ax.set(title=title, xticks=[], yticks=[])
+    ax.grid(False)
+    return image
+
+# %% ../nbs/04_figures.ipynb #8b157070
 def heatmaps(matrices: Mapping[str, np.ndarray], # title -> matrix
              annotate: bool = False, # write the entries into the cells (small matrices)
              height: float = 2.2, # inches
@@ -96,12 +107,7 @@ def heatmaps(matrices: Mapping[str, np.ndarray], # title -> matrix
     with style():
         fig, axes = plt.subplots(1, len(matrices), figsize=(WIDTH, height), squeeze=False)
         for ax, (title, A) in zip(axes[0], matrices.items()):
-            scaled = A / (np.abs(A).max() or 1.)
-            image = ax.imshow(scaled, cmap="RdBu_r", vmin=-1, vmax=1)
-            if annotate:
-                _write_entries(ax, scaled)
-            ax.set(title=title, xticks=[], yticks=[])
-            ax.grid(False)
+            image = _heatmap(ax, title, A, annotate)
         fig.colorbar(image, ax=axes[0].tolist(), shrink=.8, label="entry / largest")
     return fig
 
@@ -130,6 +136,15 @@ def _changed(thing: Any, **new: Any) -> Iterator[None]:
         for name in new:
             del mine[name]
         mine.update(was)
+
+# %% ../nbs/04_figures.ipynb #ec0904dc
+@contextmanager
+def _all_changed(changes: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+    "Attributes of many objects that differ for a while."
+    with ExitStack() as stack:
+        for thing, new in changes:
+            stack.enter_context(_changed(thing, **new))
+        yield
 
 # %% ../nbs/04_figures.ipynb #fg000002
 class _Formulas(MathTextParser):
@@ -173,13 +188,11 @@ def _size(s: str, prop: FontProperties, ismath: Any) -> tuple[float, float, floa
 @lru_cache(256)
 def _heights(prop: FontProperties) -> tuple[Any, Any, Any]:
     "Ascent, descent and line gap of a font in points; None where its tables do not tell."
-    font: Any = get_font(fontManager._find_fonts_by_props(prop))
-    head, of_lines = font.get_sfnt_table("head"), font.get_sfnt_table("OS/2")
-    if head is None or of_lines is None: return None, None, None
+    font = get_font(fontManager._find_fonts_by_props(prop))
+    head, os2 = font.get_sfnt_table("head"), font.get_sfnt_table("OS/2")
+    if head is None or os2 is None: return None, None, None
     scale = 1 / head["unitsPerEm"] * prop.get_size_in_points()
-    keys = ("sTypoAscender", "sTypoDescender", "sTypoLineGap")
-    above, below, gap = (of_lines[key] * scale for key in keys)
-    return above, -below, gap
+    return os2["sTypoAscender"] * scale, -os2["sTypoDescender"] * scale, os2["sTypoLineGap"] * scale
 
 # %% ../nbs/04_figures.ipynb #fg000004
 class _Svg(RendererSVG):
@@ -229,9 +242,8 @@ def _lay_out(fig: MplFigure) -> None:
     "Let the figure's layout engine place its axes."
     engine = fig.get_layout_engine()
     if engine is None or not fig.axes: return
-    with ExitStack() as stack:
-        for ax in filter(_may_stretch, fig.axes):
-            stack.enter_context(_changed(ax, get_tightbbox=_MeasuredOnce(ax)))
+    once = filter(_may_stretch, fig.axes)
+    with _all_changed((ax, dict(get_tightbbox=_MeasuredOnce(ax))) for ax in once):
         engine.execute(fig)
 
 # %% ../nbs/04_figures.ipynb #fg000017
@@ -330,20 +342,21 @@ def _legend_boxes(fig: MplFigure) -> list[OffsetBox]:
     return [box for legend in packed for box in legend.findobj(OffsetBox)]
 
 # %% ../nbs/04_figures.ipynb #486f82b2
-@contextmanager
-def _nothing_twice(fig: MplFigure) -> Iterator[None]:
-    "Let the parts of a figure do no work twice, for one drawing with one renderer."
-    with ExitStack() as stack:
-        change = lambda thing, **new: stack.enter_context(_changed(thing, **new))
-        for ax in fig.axes:
-            for axis in (ax.xaxis, ax.yaxis):
-                change(axis, **_remembered(axis), **_stamps(axis))
-            change(ax.yaxis, get_tightbbox=_unless_for_title(ax.yaxis))
-            for spine in ax.spines.values():
-                change(spine, get_window_extent=_WhileStill(spine, spine.get_window_extent))
-        for box in _legend_boxes(fig):
-            change(box, get_bbox=cache(box.get_bbox))
-        yield
+def _quick_axes(ax: Axes) -> Iterator[tuple[Any, dict[str, Any]]]:
+    "What is changed of the axis and spines of an axes, for one drawing with one renderer."
+    for axis in (ax.xaxis, ax.yaxis):
+        yield axis, _remembered(axis) | _stamps(axis)
+    yield ax.yaxis, dict(get_tightbbox=_unless_for_title(ax.yaxis))
+    for spine in ax.spines.values():
+        yield spine, dict(get_window_extent=_WhileStill(spine, spine.get_window_extent))
+
+# %% ../nbs/04_figures.ipynb #1fd4495d
+def _quick_parts(fig: MplFigure) -> Iterator[tuple[Any, dict[str, Any]]]:
+    "What is changed of the parts of a figure."
+    for ax in fig.axes:
+        yield from _quick_axes(ax)
+    for box in _legend_boxes(fig):
+        yield box, dict(get_bbox=cache(box.get_bbox))
 
 # %% ../nbs/04_figures.ipynb #fg000010
 class _Canvas(FigureCanvasSVG):
@@ -376,7 +389,7 @@ def to_svg(fig: MplFigure) -> bytes:
     "A figure as SVG, the same bytes each time it is drawn."
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "fact_nb", "svg.fonttype": "path"}):
-        with _on_canvas(fig, out) as canvas, _nothing_twice(fig):
+        with _on_canvas(fig, out) as canvas, _all_changed(_quick_parts(fig)):
             _lay_out(fig)
             fig.set_layout_engine("none")           # it is done
             fig.draw(canvas.get_renderer())

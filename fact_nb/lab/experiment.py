@@ -48,6 +48,7 @@ def require(ok: bool, # what must be true
 # %% ../../nbs/lab/00_experiment.ipynb #4dca0926
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word",
              NoneType: "none"}
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 # %% ../../nbs/lab/00_experiment.ipynb #afb79473
 def _describe(kind: Any) -> str:
@@ -58,18 +59,20 @@ def _describe(kind: Any) -> str:
     return _IN_WORDS.get(kind, str(kind))
 
 # %% ../../nbs/lab/00_experiment.ipynb #95b89899
-_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-def _parse(text: str, kind: Any) -> Any:
-    "Read a value of the given type from text; ValueError or KeyError when it is not one."
-    args = typing.get_args(kind)
-    if isinstance(kind, UnionType): return _parse_optional(text, args)
-    if typing.get_origin(kind) is tuple:
-        return tuple(_parse(t, args[0]) for t in text.split(",") if t.strip())
+def _parse_plain(text: str, kind: Any) -> Any:
+    "Read a word, a truth value or a finite number."
     if kind is bool: return _TRUTH[text.lower()]
     value = kind(text.strip())
     if kind is float and not math.isfinite(value): raise ValueError
     return value
+
+# %% ../../nbs/lab/00_experiment.ipynb #3c50cf56
+def _parse(text: str, kind: Any) -> Any:
+    "Read a value of the given type; ValueError or KeyError when it is not one."
+    args = typing.get_args(kind)
+    if isinstance(kind, UnionType): return _parse_optional(text, args)
+    if typing.get_origin(kind) is not tuple: return _parse_plain(text, kind)
+    return tuple(_parse(t, args[0]) for t in text.split(",") if t.strip())
 
 # %% ../../nbs/lab/00_experiment.ipynb #809b7bc6
 def _parse_optional(text: str, kinds: Sequence[Any]) -> Any:
@@ -78,21 +81,22 @@ def _parse_optional(text: str, kinds: Sequence[Any]) -> Any:
     return _parse(text, next(k for k in kinds if k is not NoneType))
 
 # %% ../../nbs/lab/00_experiment.ipynb #2c2e8536
-def override(cfg: Any, # a frozen dataclass
-             settings: Iterable[str], # "field=value" texts
-            ) -> Any: # a changed copy
-    "Apply settings from the command line to a configuration."
-    types = typing.get_type_hints(type(cfg))
-    changes = {}
+def _value(name: str, text: str, kind: Any) -> Any:
+    "The value of a field, or a UsageError that says what it must be."
+    try:
+        return _parse(text, kind)
+    except (ValueError, KeyError):
+        raise UsageError(f"{name}={text}: {name} must be {_describe(kind)}") from None
+
+# %% ../../nbs/lab/00_experiment.ipynb #e7711f0f
+def override(cfg: Any, settings: Iterable[str]) -> Any:
+    "A changed copy of a configuration, from the \"field=value\" texts of the command line."
+    types, changes = typing.get_type_hints(type(cfg)), {}
     for s in settings:
         name, eq, text = s.partition("=")
         require(bool(eq), f"--set takes field=value, not {s!r}")
         require(name in types, f"unknown field {name!r}; valid fields: {', '.join(types)}")
-        try:
-            changes[name] = _parse(text, types[name])
-        except (ValueError, KeyError):
-            right = f"{name} must be {_describe(types[name])}"
-            raise UsageError(f"{name}={text}: {right}") from None
+        changes[name] = _value(name, text, types[name])
     return replace(cfg, **changes)
 
 # %% ../../nbs/lab/00_experiment.ipynb #33d75dc9
@@ -117,47 +121,53 @@ def _bound(name: str) -> int:
     return limits[0] if limits else LARGEST
 
 # %% ../../nbs/lab/00_experiment.ipynb #4ceabdf0
-def check_sizes(cfg: Any) -> None: # a dataclass
+def _entries(value: Any) -> tuple[Any, ...]: return value if isinstance(value, tuple) else (value,)
+
+# %% ../../nbs/lab/00_experiment.ipynb #22c7b9c9
+def _check_size(name: str, value: Any) -> None:
+    "Refuse a whole number that is too large for its field."
+    bound = _bound(name)
+    too_large = isinstance(value, int) and abs(value) > bound
+    require(not too_large, f"{name}={value} is too large: at most {bound:,} is possible")
+
+# %% ../../nbs/lab/00_experiment.ipynb #09376be3
+def check_sizes(cfg: Any) -> None:
     "Refuse numbers and lists that nobody can have meant."
     for f in dataclasses.fields(cfg):
-        value, bound = getattr(cfg, f.name), _bound(f.name)
-        entries = value if isinstance(value, tuple) else (value,)
-        require(len(entries) <= LONGEST,
-                f"{f.name} has {len(entries):,} entries: at most {LONGEST} are possible")
+        entries = _entries(getattr(cfg, f.name))
+        few = f"{f.name} has {len(entries):,} entries: at most {LONGEST} are possible"
+        require(len(entries) <= LONGEST, few)
         for v in entries:
-            too_large = isinstance(v, int) and abs(v) > bound
-            require(not too_large,
-                    f"{f.name}={v} is too large: at most {bound:,} is possible")
+            _check_size(f.name, v)
 
 # %% ../../nbs/lab/00_experiment.ipynb #0ac9549f
 ROWS = r"(need_)?(widths?(_\w+)?|ns?|d)\d?|n_test" # fields that count rows of a matrix
 PAIRS = r"(other_)?p" # the modulus of an addition table
 
 # %% ../../nbs/lab/00_experiment.ipynb #4ffcfdbb
-def least_memory(name: str, # of a field
-                 value: int, # of the field
-                 columns: int = 4, # of a matrix with so many rows
-                ) -> int: # bytes
-    "What a field of this name and value needs at the very least; 0 when the name does not say."
+def least_memory(name: str, value: int, columns: int = 4) -> int: # bytes
+    "The least that a field needs; 0 when its name does not say."
     if re.fullmatch(ROWS, name): return 16 * columns * value # float64, twice for the gradient
     if re.fullmatch(PAIRS, name): return 8 * value**2
     return 0
 
 # %% ../../nbs/lab/00_experiment.ipynb #7c9103d2
-def check_memory(cfg: Any, # a dataclass
-                 total: int | None = None, # bytes of this machine; asked of the system when None
-                ) -> None:
-    "Refuse sizes whose first matrix could not be held by this machine."
+def _whole_numbers(cfg: Any) -> Iterator[tuple[str, int]]:
+    "Every whole number of a configuration, with the name of its field."
+    for f in dataclasses.fields(cfg):
+        yield from ((f.name, v) for v in _entries(getattr(cfg, f.name)) if isinstance(v, int))
+
+# %% ../../nbs/lab/00_experiment.ipynb #7a44b80f
+def check_memory(cfg: Any, total: int | None = None) -> None:
+    "Refuse sizes whose first matrix this machine (or `total` bytes) could not hold."
     import psutil
     total = psutil.virtual_memory().total if total is None else total
     columns = max(getattr(cfg, "d", 4), 4)
-    for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        for v in value if isinstance(value, tuple) else (value,):
-            need = least_memory(f.name, v, columns) if isinstance(v, int) else 0
-            require(need <= total,
-                    f"{f.name}={v} needs at least {need / 2**30:,.0f} GB of memory,"
-                    f" this machine has {total / 2**30:,.0f}: choose a smaller {f.name}")
+    for name, v in _whole_numbers(cfg):
+        need = least_memory(name, v, columns)
+        require(need <= total,
+                f"{name}={v} needs at least {need / 2**30:,.0f} GB of memory,"
+                f" this machine has {total / 2**30:,.0f}: choose a smaller {name}")
 
 # %% ../../nbs/lab/00_experiment.ipynb #3fcdb4b7
 def in_grid(default: Any) -> Any:
@@ -165,12 +175,14 @@ def in_grid(default: Any) -> Any:
     return dataclasses.field(default=default, metadata=dict(grid=True))
 
 # %% ../../nbs/lab/00_experiment.ipynb #6e8ff0ea
-def settings(cfg: Any, # a dataclass
-             grid: bool = True, # with its grid fields
-            ) -> dict[str, Any]:
+def _fields(cfg: Any, grid: bool) -> list[dataclasses.Field]:
+    "The fields of a configuration, with or without those of the grid."
+    return [f for f in dataclasses.fields(cfg) if grid or not f.metadata.get("grid")]
+
+# %% ../../nbs/lab/00_experiment.ipynb #7efcc664
+def settings(cfg: Any, grid: bool = True) -> dict[str, Any]:
     "A configuration as a dictionary in JSON's types."
-    fields = [f for f in dataclasses.fields(cfg) if grid or not f.metadata.get("grid")]
-    return {f.name: plain(getattr(cfg, f.name)) for f in fields}
+    return {f.name: plain(getattr(cfg, f.name)) for f in _fields(cfg, grid)}
 
 # %% ../../nbs/lab/00_experiment.ipynb #5238e54d
 @dataclass
@@ -178,8 +190,7 @@ class Output:
     "What one unit of work produced."
     rows: list[dict[str, Any]] # tidy: one measurement a row
     arrays: Mapping[str, Any] = field(default_factory=dict) # name -> matrix, kept small
-    # why the unit could not be done (a damaged file, say): it is named, and tried again next time
-    retry: str = ""
+    retry: str = "" # why it could not be done (a damaged file, say): tried again next time
 
 # %% ../../nbs/lab/00_experiment.ipynb #bf185fe4
 @dataclass
@@ -211,11 +222,15 @@ class Estimate:
     runs: int = 0 # how many
     over: str = "seeds" # what they are: seeds, tables, runs …
 
-    def __str__(self) -> str:
-        inside = "" if self.low is None else f" [{self.low:.3g}, {self.high:.3g}]"
-        p = "" if self.p is None else f", p = {self.p:.1g}"
-        over = self.over.removesuffix("s") if self.runs == 1 else self.over
-        return f"{self.name} {self.value:.3g}{inside}{p}, {self.runs} {over}"
+    def __str__(self) -> str: return _in_one_line(self)
+
+# %% ../../nbs/lab/00_experiment.ipynb #44c0f6c0
+def _in_one_line(e: Estimate) -> str:
+    "An estimate with its interval and its p, where it has them."
+    inside = "" if e.low is None else f" [{e.low:.3g}, {e.high:.3g}]"
+    p = "" if e.p is None else f", p = {e.p:.1g}"
+    over = e.over.removesuffix("s") if e.runs == 1 else e.over
+    return f"{e.name} {e.value:.3g}{inside}{p}, {e.runs} {over}"
 
 # %% ../../nbs/lab/00_experiment.ipynb #27e50303
 @dataclass(frozen=True)
@@ -233,13 +248,8 @@ class Judgement:
         if not known: raise ValueError(f"not a verdict: {self.verdict!r}")
 
 # %% ../../nbs/lab/00_experiment.ipynb #3c1bbc9a
-def judge(ok: bool, # does the criterion hold?
-          ours: str, # our value
-          note: str = "", # what to add
-          change: str = "", # set when it holds only with this change to the paper's statement
-          **more: Any, # units, estimates and vacuous of `Judgement`
-         ) -> Judgement:
-    "A verdict from a criterion: holds, holds with the change named, or differs."
+def judge(ok: bool, ours: str, note: str = "", change: str = "", **more: Any) -> Judgement:
+    "A verdict from a criterion: holds, holds with the `change` named, or differs."
     both = "; ".join(t for t in (change, note) if t)
     if not ok: return Judgement(DIFFERS, ours, both, **more)
     return Judgement(CHANGED if change else HOLDS, ours, both, **more)
@@ -310,26 +320,30 @@ def _as_label(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 # %% ../../nbs/lab/00_experiment.ipynb #bcc9054b
-def label_of(exp: Experiment, # which
-             preset: str, # that the settings started from
-             cfg: Any, # its settings
-             grid: bool = True, # False: without grid fields, as the folder of the units is named
-            ) -> str:
-    "The preset's name, with every field that differs from it."
-    base = exp.preset(preset)
-    fields = [f for f in dataclasses.fields(cfg) if grid or not f.metadata.get("grid")]
-    values = {f.name: getattr(cfg, f.name) for f in fields}
-    changed = {k: v for k, v in values.items() if v != getattr(base, k)}
+def _changes(base: Any, cfg: Any, grid: bool) -> dict[str, Any]:
+    "The fields in which two configurations differ, as they are in the second."
+    values = {f.name: getattr(cfg, f.name) for f in _fields(cfg, grid)}
+    return {k: v for k, v in values.items() if v != getattr(base, k)}
+
+# %% ../../nbs/lab/00_experiment.ipynb #98520890
+def label_of(exp: Experiment, preset: str, cfg: Any, grid: bool = True) -> str:
+    "The preset's name with what differs from it; the folder of its units has no grid fields."
+    changed = _changes(exp.preset(preset), cfg, grid)
     return "+".join([preset, *(f"{k}={_as_label(v)}" for k, v in changed.items())])
 
 # %% ../../nbs/lab/00_experiment.ipynb #03c97d46
+def _call_in(source: str) -> ast.Call | None:
+    "The call behind `experiment =` in the source of a module."
+    at = re.search(r"^experiment\s*=", source, re.M)
+    node = ast.parse(source[at.start():]).body[0] if at else None
+    return node.value if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
+
+# %% ../../nbs/lab/00_experiment.ipynb #fdc5e383
 def _declared(source: str) -> tuple[str, str] | None: # name, title
     "What the source of a module says about its experiment."
-    at = re.search(r"^experiment\s*=", source, re.M)
-    if at is None: return None
-    node = ast.parse(source[at.start():]).body[0]
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call): return None
-    name, title = (ast.literal_eval(a) for a in node.value.args[:2])
+    call = _call_in(source)
+    if call is None: return None
+    name, title = (ast.literal_eval(a) for a in call.args[:2])
     return name, title
 
 # %% ../../nbs/lab/00_experiment.ipynb #6e306fa9
@@ -346,10 +360,8 @@ def _declarations() -> dict[str, tuple[str, str]]: # name -> module, title
     import fact_nb.experiments as package
     found = {}
     for m in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        declared = _declared(_source_of(m.name))
-        if declared is None: continue
-        name, title = declared
-        found[name] = m.name, title
+        if (declared := _declared(_source_of(m.name))) is not None:
+            found[declared[0]] = m.name, declared[1]
     return found
 
 # %% ../../nbs/lab/00_experiment.ipynb #0eb3a5ee

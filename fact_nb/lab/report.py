@@ -24,6 +24,7 @@ from ..figures import to_svg
 from ..files import write_atomic
 from .experiment import Experiment, Figure, collector_off, registry
 from .marks import marks_in_words
+from .pages import small_print
 from .scorecard import HERE, StoredRun, gather, origins, scorecard, totals
 from .scorecard import verdict_of
 from .store import Result
@@ -87,20 +88,27 @@ UNTOLD = ("; <em>unknown origin</em> is what git cannot tell: it is not installe
 # %% ../../nbs/lab/05_report.ipynb #f7f89ea1
 VERDICT_CSS = {"holds": "holds", "holds with a change": "change", "differs": "differs"}
 
+def _chip(verdict: str) -> str:
+    "A verdict in its colour, as HTML."
+    return f'<span class="v {VERDICT_CSS.get(verdict, "notrun")}">{escape(verdict)}</span>'
+
+# %% ../../nbs/lab/05_report.ipynb #f272bb0a
 def _verdict(j: Mapping[str, Any]) -> str:
     "A verdict with its marks, our value, its estimates and the note, as HTML."
-    small = lambda text: f"<br><small>{escape(text)}</small>" if text else ""
     ours = f"<br>{escape(j['ours'])}" if j["ours"] else ""
     numbers = "; ".join(e["text"] for e in j["estimates"])
-    css = VERDICT_CSS.get(j["verdict"], "notrun")
-    chip = f'<span class="v {css}">{escape(j["verdict"])}</span>'
-    return chip + small(marks_in_words(j["marks"])) + ours + small(numbers) + small(j["note"])
+    marks = marks_in_words(j["marks"])
+    return _chip(j["verdict"]) + small_print(marks) + ours + small_print(numbers) + small_print(j["note"])
 
 # %% ../../nbs/lab/05_report.ipynb #6a98c7de
+def _uncounted_run(o: Mapping[str, Any]) -> str:
+    "What a run that does not count says, below its label."
+    return f'<p><small>{escape(o["title"])}</small><br>{_verdict(o)}</p>'
+
+# %% ../../nbs/lab/05_report.ipynb #81855058
 def _cell(r: Mapping[str, Any], where: str) -> str:
     "What the runs of one origin say about a claim, as a table cell."
-    others = [o for o in r["others"] if o["origin"] == where]
-    more = "".join(f'<p><small>{escape(o["title"])}</small><br>{_verdict(o)}</p>' for o in others)
+    more = "".join(_uncounted_run(o) for o in r["others"] if o["origin"] == where)
     return f'<td data-h="{escape(where.capitalize())}">{_verdict(verdict_of(r, where))}{more}</td>'
 
 # %% ../../nbs/lab/05_report.ipynb #c41t3r10
@@ -111,15 +119,19 @@ def _criterion(r: Mapping[str, Any]) -> str:
     return f"Criterion: {escape(r['criterion'])}" + "".join(older + why)
 
 # %% ../../nbs/lab/05_report.ipynb #b6817360
+def _claim_cell(r: Mapping[str, Any]) -> str:
+    "A claim with its criterion and the command that checks it, as a table cell."
+    id, where, claim, check = (escape(r[k]) for k in ("id", "where", "claim", "check"))
+    rerun = f"<br><code>{check}</code>" if check else ""
+    return (f"<td><code>{id}</code> <small>{where}</small><br>{claim}"
+            f"<br><small>{_criterion(r)}</small>{rerun}</td>")
+
+# %% ../../nbs/lab/05_report.ipynb #c98afeef
 def _row(r: Mapping[str, Any], columns: Iterable[str]) -> str:
     "One claim as a table row."
-    text = {k: escape(r[k], quote=True) for k in ("id", "where", "claim", "paper", "check")}
-    head = f'<code>{text["id"]}</code> <small>{text["where"]}</small><br>{text["claim"]}'
-    rerun = f'<br><code>{text["check"]}</code>' if text["check"] else ""
-    claim = f"<td>{head}<br><small>{_criterion(r)}</small>{rerun}</td>"
-    paper = f'<td data-h="Paper">{text["paper"] or "–"}</td>'
+    paper = f'<td data-h="Paper">{escape(r["paper"]) or "–"}</td>'
     cells = "".join(_cell(r, where) for where in columns)
-    return f'<tr id="{text["id"]}">{claim}{paper}{cells}</tr>'
+    return f'<tr id="{escape(r["id"])}">{_claim_cell(r)}{paper}{cells}</tr>'
 
 # %% ../../nbs/lab/05_report.ipynb #73bd3208
 @cache
@@ -131,6 +143,12 @@ def _code_digest() -> str:
         h.update(str(path.relative_to(top)).encode() + path.read_bytes())
     return h.hexdigest()
 
+# %% ../../nbs/lab/05_report.ipynb #ca5f9290
+def _file_of(name: str, r: Result) -> str:
+    "The file of a drawing, named after all that it depends on."
+    key = hashlib.sha256(f"{name} {r.digest} {_code_digest()}".encode()).hexdigest()
+    return f"{key}.svg"
+
 # %% ../../nbs/lab/05_report.ipynb #90cd60d1
 @dataclass
 class Drawings:
@@ -141,8 +159,7 @@ class Drawings:
     def of(self, name: str, fig: Figure, r: Result) -> bytes:
         "One figure of one run; an error of the drawing function goes through."
         if self.folder is None or not r.digest: return _drawn(fig, r)
-        key = hashlib.sha256(f"{name} {r.digest} {_code_digest()}".encode()).hexdigest()
-        path = self.folder/f"{key}.svg"
+        path = self.folder/_file_of(name, r)
         if not path.exists():
             write_atomic(path, _drawn(fig, r))
         self.used.add(path.name)
@@ -150,7 +167,7 @@ class Drawings:
 
     def tidy(self) -> None:
         "Remove what this page does not use."
-        if self.folder is None or not self.folder.exists(): return
+        if self.folder is None: return
         for path in self.folder.glob("*.svg"):
             if path.name not in self.used:
                 path.unlink()
@@ -164,69 +181,82 @@ def _drawn(fig: Figure, r: Result) -> bytes:
         plt.close("all")
 
 # %% ../../nbs/lab/05_report.ipynb #25172cf1
-def _drawing(name: str, # of experiment and figure
-             fig: Figure, # what to draw
-             r: Result, # from what
-             drawings: Drawings, # what is drawn already
-            ) -> str:
-    "One figure of one run with its alternative text, as HTML."
+def _image(svg: bytes, alt: str) -> str:
+    "An SVG inside the page, with its alternative text."
+    data = base64.b64encode(svg).decode()
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}">'
+
+# %% ../../nbs/lab/05_report.ipynb #389ce66c
+def _drawing(name: str, fig: Figure, r: Result, drawings: Drawings) -> str:
+    "One figure of one run as HTML, or why there is none."
     try:
-        svg = drawings.of(name, fig, r)
+        return _image(drawings.of(name, fig, r), fig.alt)
     except Exception as e:
         why = escape(f"{type(e).__name__}: {e}")
         return f'<p class="soft">cannot be drawn from this run ({why})</p>'
-    data = base64.b64encode(svg).decode()
-    return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(fig.alt, quote=True)}">'
 
 # %% ../../nbs/lab/05_report.ipynb #rp000002
-def _made_by(r: Result) -> str:
-    "The command, commit and hash behind a drawing, as HTML."
+def _command(r: Result) -> str:
+    "What to type for a run like this one."
     overrides = "".join(f" --set {s}" for s in r.label.split("+")[1:])
-    command = f"fact run {r.experiment} --preset {r.preset}{overrides}"
+    return f"fact run {r.experiment} --preset {r.preset}{overrides}"
+
+# %% ../../nbs/lab/05_report.ipynb #98431eca
+def _made_by(r: Result) -> str:
+    "What made a drawing, as HTML."
     commit = str(r.provenance.get("commit") or "no commit recorded")[:10]
-    said = f"<code>{escape(command)}</code> · commit {escape(commit)} · result {r.digest[:12]}"
-    return f'<p class="soft"><small>{said}</small></p>'
+    made = f"<code>{escape(_command(r))}</code> · commit {escape(commit)}"
+    return f'<p class="soft"><small>{made} · result {r.digest[:12]}</small></p>'
 
 # %% ../../nbs/lab/05_report.ipynb #7249ccca
-def _figure(exp: Experiment, # whose
-            name: str, # which figure
-            runs: Iterable[StoredRun], # to draw it from
-            drawings: Drawings, # what is drawn already
-           ) -> str:
+def _one_drawing(exp: Experiment, name: str, run: StoredRun, drawings: Drawings) -> str:
+    "A figure as one run has it, below the label of the run."
+    drawn = _drawing(f"{exp.name}-{name}", exp.figures[name], run.result, drawings)
+    tag = f'<p class="tag"><span>{escape(run.title)}</span></p>'
+    return f"<div>{tag}{drawn}{_made_by(run.result)}</div>"
+
+# %% ../../nbs/lab/05_report.ipynb #8b28dc7f
+def _figure(exp: Experiment, name: str, runs: Iterable[StoredRun], drawings: Drawings) -> str:
     "One figure as every run has it, with its caption."
-    fig, id = exp.figures[name], f"{exp.name}-{name}"
-    tag = lambda r: f'<p class="tag"><span>{escape(r.title)}</span></p>'
-    shown = lambda r: tag(r) + _drawing(id, fig, r.result, drawings) + _made_by(r.result)
-    drawn = "".join(f"<div>{shown(r)}</div>" for r in runs)
-    caption = f"<figcaption>{escape(fig.caption)}</figcaption>"
-    return (f'<figure id="{escape(id, quote=True)}"><div class="pair">{drawn}</div>'
+    drawn = "".join(_one_drawing(exp, name, r, drawings) for r in runs)
+    caption = f"<figcaption>{escape(exp.figures[name].caption)}</figcaption>"
+    return (f'<figure id="{escape(f"{exp.name}-{name}")}"><div class="pair">{drawn}</div>'
             f"{caption}</figure>")
 
 # %% ../../nbs/lab/05_report.ipynb #075b6ec4
-def _origin(run: StoredRun) -> str:
-    "Where the numbers of a run come from, in one line, and its settings."
-    r, p = run.result, run.result.provenance
+def _circumstances(p: Mapping[str, Any]) -> list[str]:
+    "What the provenance of a run says about time, memory, device and code."
     commit = f"commit {str(p.get('commit'))[:10]}" if p.get("commit") else "no commit recorded"
-    bits = [f"{p.get('seconds', 0):,.0f} s", f"{p.get('peak_memory', 0) / 2**30:.1f} GB at most",
+    return [f"{p.get('seconds', 0):,.0f} s", f"{p.get('peak_memory', 0) / 2**30:.1f} GB at most",
             f"{p.get('device', '?')}", f"torch {p.get('torch', '?')}", commit,
             str(p.get("date", ""))]
-    line = escape(" · ".join(b for b in [run.title, *bits] if b))
-    config = escape(json.dumps(r.config, ensure_ascii=False))
-    details = f"<details><summary>Settings</summary><pre>{config}</pre></details>"
-    return f'<p class="soft">{line}</p>{details}'
+
+# %% ../../nbs/lab/05_report.ipynb #99e41d86
+def _settings_of(run: StoredRun) -> str:
+    "The settings of a run, folded away."
+    config = escape(json.dumps(run.result.config, ensure_ascii=False))
+    return f"<details><summary>Settings</summary><pre>{config}</pre></details>"
+
+# %% ../../nbs/lab/05_report.ipynb #519ad03d
+def _origin(run: StoredRun) -> str:
+    "Where the numbers of a run come from, in one line, and its settings."
+    bits = [run.title, *_circumstances(run.result.provenance)]
+    line = escape(" · ".join(b for b in bits if b))
+    return f'<p class="soft">{line}</p>{_settings_of(run)}'
 
 # %% ../../nbs/lab/05_report.ipynb #a99ba078
-def _section(exp: Experiment, # which
-             runs: list[StoredRun], # of it
-             drawings: Drawings, # what is drawn already
-            ) -> str:
-    "One experiment: figures and origins, or how to run it."
+def _section_head(exp: Experiment) -> str:
+    "The name and the title of an experiment, as HTML."
     title = escape(exp.title[:1].upper() + exp.title[1:])
-    head = f'<h2 id="{escape(exp.name, quote=True)}">{escape(exp.name)}</h2><p>{title}.</p>'
+    return f'<h2 id="{escape(exp.name)}">{escape(exp.name)}</h2><p>{title}.</p>'
+
+# %% ../../nbs/lab/05_report.ipynb #feb1f010
+def _section(exp: Experiment, runs: list[StoredRun], drawings: Drawings) -> str:
+    "One experiment: figures and origins, or how to run it."
     command = f"<pre>fact run {escape(exp.name)}</pre>"
-    if not runs: return f"{head}<p>Not run yet.</p>{command}"
-    figures = "".join(_figure(exp, name, runs, drawings) for name in exp.figures)
-    page = head + figures + "".join(map(_origin, runs))
+    if not runs: return f"{_section_head(exp)}<p>Not run yet.</p>{command}"
+    figures = [_figure(exp, name, runs, drawings) for name in exp.figures]
+    page = "".join([_section_head(exp), *figures, *map(_origin, runs)])
     if any(r.origin == HERE for r in runs): return page
     return f"{page}<p>Not run on this machine yet.</p>{command}"
 
@@ -247,25 +277,25 @@ def build(results: str | Path | None = None, # folder of the result store
     return PAGE.substitute(_top(rows, experiments), css=CSS, sections="\n".join(sections))
 
 # %% ../../nbs/lab/05_report.ipynb #41b6cec5
-def _top(rows: list[dict[str, Any]], # of `scorecard`
-         names: Iterable[str], # of experiments
-        ) -> dict[str, str]: # what the template calls each
-    "The parts of the page above the figures."
-    columns = origins(rows)
+def _sums(rows: list[dict[str, Any]], columns: Iterable[str]) -> str:
+    "How many claims hold, a line an origin."
     total = lambda where: f"<strong>{where.capitalize()}:</strong> {totals(rows, where)}."
-    link = lambda n: f'<a href="#{escape(n, quote=True)}">{escape(n)}</a>'
-    return dict(unknown=UNTOLD if len(columns) > 2 else "",
-                totals="<br>".join(map(total, columns)),
+    return "<br>".join(map(total, columns))
+
+# %% ../../nbs/lab/05_report.ipynb #d89bb56f
+def _top(rows: list[dict[str, Any]], names: Iterable[str]) -> dict[str, str]:
+    "The parts of the page above the figures, as the template calls them."
+    columns = origins(rows)
+    link = lambda n: f'<a href="#{escape(n)}">{escape(n)}</a>'
+    return dict(unknown=UNTOLD if len(columns) > 2 else "", totals=_sums(rows, columns),
                 heads="".join(f"<th>{where.capitalize()}</th>" for where in columns),
                 links=" · ".join(map(link, names)),
                 rows="\n".join(_row(r, columns) for r in rows))
 
 # %% ../../nbs/lab/05_report.ipynb #13072d3d
-def write_report(path: str | Path = "report/index.html", # where the page goes
-                 results: str | Path | None = None, # folder of the result store
-                 **known: Any, # experiments, runs and rows of `build`, where they are known
-                ) -> Path:
-    "Write the report and return where it is; its drawings are kept beside it."
+def write_report(path: str | Path = "report/index.html", results: str | Path | None = None,
+                 **known: Any) -> Path:
+    "Write the report and return where it is; drawings are kept beside it. `known` is for `build`."
     path = Path(path)
     drawings = Drawings(path.parent/"figures")
     write_atomic(path, build(results, drawings=drawings, **known).encode())

@@ -9,11 +9,10 @@ __all__ = ['COMMITTED', 'HERE', 'UNKNOWN', 'SIZES', 'WORST', 'is_committed', 'or
 
 # %% ../../nbs/lab/04_scorecard.ipynb #ebd15d9a
 import shutil
-import subprocess
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Iterable, Mapping, NamedTuple, TypedDict
+from typing import Any, Iterable, Literal, Mapping, NamedTuple, TypedDict
 
 from .claims import LEDGER, PAST
 from .cost import ACROSS, COST_GROUPS, counted, estimate_in_words
@@ -21,7 +20,8 @@ from .experiment import CHANGED, DIFFERS, HOLDS, NOT_RUN, TOO_SMALL
 from .experiment import Experiment, registry
 from .history import changes_of
 from .marks import Mark, estimates_as_rows, marked, marks_in_words
-from .store import Result, Store, is_signed, put_together, repository_results
+from .store import Result, Store, ask_git, is_signed, put_together
+from .store import repository_results
 
 # %% ../../nbs/lab/04_scorecard.ipynb #f806f79a
 COMMITTED, HERE, UNKNOWN = "committed", "this machine", "unknown origin"
@@ -30,40 +30,37 @@ SIZES = ("paper", "cpu", "quick") # from the largest to the smallest
 # %% ../../nbs/lab/04_scorecard.ipynb #72f126de
 def _git_status(folder: Path, *args: str) -> int | None:
     "Exit status of a git command in a folder; None without git."
-    try:
-        done = subprocess.run(["git", *args], cwd=folder, capture_output=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.returncode
+    done = ask_git(folder, *args)
+    return None if done is None else done.returncode
 
 # %% ../../nbs/lab/04_scorecard.ipynb #e39a49f6
-def is_committed(path: Path, # of a result
-                ) -> bool | None: # None: git cannot tell
-    "Is this result checked in and unchanged, its units included?"
-    tracked = _git_status(path.parent, "ls-files", "--error-unmatch", "--", path.name)
-    if tracked not in (0, 1): return None
-    if tracked == 1: return False
+def _is_unchanged(path: Path) -> bool | None:
+    "Is a result with its units as it was checked in?"
     units = path.name.removesuffix(".json")
     same = _git_status(path.parent, "diff", "--quiet", "HEAD", "--", path.name, units)
     return {0: True, 1: False}.get(same) if same is not None else None
 
+# %% ../../nbs/lab/04_scorecard.ipynb #742091ed
+def is_committed(path: Path) -> bool | None: # None: git cannot tell
+    "Is this result checked in and unchanged, its units included?"
+    tracked = _git_status(path.parent, "ls-files", "--error-unmatch", "--", path.name)
+    if tracked == 1: return False
+    return _is_unchanged(path) if tracked == 0 else None
+
 # %% ../../nbs/lab/04_scorecard.ipynb #3f1aa629
-def origin(store: Store, # where the result lies
-           name: str, # of its experiment
-           label: str, # its own
-           whole: Mapping[str, Any] | None = None, # its record, where it was read already
-          ) -> str:
-    "Where a result comes from: one of the three."
-    committed = is_committed(store.whole_path(name, label))
-    if committed is not None: return COMMITTED if committed else HERE
-    record = store.whole(name, label) if whole is None else whole
+def _origin_by_signature(store: Store, record: Mapping[str, Any] | None) -> str:
+    "Where git cannot tell: of this machine if it was signed here."
     return HERE if record is not None and is_signed(store, record) else UNKNOWN
 
+# %% ../../nbs/lab/04_scorecard.ipynb #ca0ee9b2
+def origin(store: Store, name: str, label: str, whole: Mapping[str, Any] | None = None) -> str:
+    "Where a result comes from: one of the three. `whole` is its record, where it was read already."
+    committed = is_committed(store.whole_path(name, label))
+    if committed is not None: return COMMITTED if committed else HERE
+    return _origin_by_signature(store, store.whole(name, label) if whole is None else whole)
+
 # %% ../../nbs/lab/04_scorecard.ipynb #7547ca26
-def pick(store: Store, # where to look
-         name: str, # of an experiment
-         committed: bool, # or of this machine
-        ) -> Result | None:
+def pick(store: Store, name: str, committed: bool) -> Result | None:
     "The largest finished result of an experiment that is committed (or is of this machine)."
     wanted = COMMITTED if committed else HERE
     for label in SIZES:
@@ -86,25 +83,41 @@ class StoredRun(NamedTuple):
         return f"{self.origin}{changed}: {self.result.label}"
 
 # %% ../../nbs/lab/04_scorecard.ipynb #be9a98bd
+def _in_order(labels: Iterable[str]) -> list[str]:
+    "Labels of results, the largest preset first, those with changed settings last."
+    labels = list(labels)
+    return [s for s in SIZES if s in labels] + [s for s in labels if "+" in s]
+
+# %% ../../nbs/lab/04_scorecard.ipynb #2333eac6
+def _is_second(where: str, label: str, found: Iterable[StoredRun]) -> bool:
+    "Is a larger run of this known origin there already? Changed settings and unknown origins stay."
+    if where == UNKNOWN or "+" in label: return False
+    return any(r.origin == where for r in found)
+
+# %% ../../nbs/lab/04_scorecard.ipynb #ba712bb4
 def stored_runs(store: Store, # where to look
                 name: str, # an experiment
                 origins: Iterable[str] = (COMMITTED, HERE, UNKNOWN), # which to take
                ) -> list[StoredRun]: # the largest first, runs with changed settings last
     "The runs of one experiment in one folder; of the known origins the largest."
-    labels = store.labels(name)
     found: list[StoredRun] = []
-    for label in [s for s in SIZES if s in labels] + [s for s in labels if "+" in s]:
+    for label in _in_order(store.labels(name)):
         whole = store.whole(name, label)
         if whole is None: continue
         where = origin(store, name, label, whole)
-        known = where != UNKNOWN and "+" not in label
-        if where not in origins or (known and any(r.origin == where for r in found)): continue
+        if where not in origins or _is_second(where, label, found): continue
         result = put_together(store, name, label, whole)
         if result is None: continue
         found.append(StoredRun(where, result))
     return found
 
 # %% ../../nbs/lab/04_scorecard.ipynb #fe17bed9
+def _besides(runs: Iterable[StoredRun]) -> set[str]:
+    "Which origins to look for in the repository; none where a committed run is there already."
+    missing = {COMMITTED, UNKNOWN} - {r.origin for r in runs if not r.result.changed}
+    return missing if COMMITTED in missing else set()
+
+# %% ../../nbs/lab/04_scorecard.ipynb #a2f40a7d
 def gather(results: str | Path | None, # folder of the result store
            names: Iterable[str], # experiments
            committed: str | Path | None = None, # of committed ones; by default the repository's
@@ -114,9 +127,8 @@ def gather(results: str | Path | None, # folder of the result store
     found = {n: stored_runs(here, n) for n in names}
     if repository is None or here.root.resolve() == Path(repository).resolve(): return found
     for n, runs in found.items():
-        missing = {COMMITTED, UNKNOWN} - {r.origin for r in runs if not r.result.changed}
-        if COMMITTED not in missing: continue
-        runs[:0] = stored_runs(Store(repository), n, missing)
+        if missing := _besides(runs):
+            runs[:0] = stored_runs(Store(repository), n, missing)
     return found
 
 # %% ../../nbs/lab/04_scorecard.ipynb #cdaba18e
@@ -135,22 +147,23 @@ def _nothing_said(note: str = "", result: str = "", verdict: str = NOT_RUN) -> S
     return Said(verdict=verdict, ours="", note=note, result=result, marks=[], estimates=[])
 
 # %% ../../nbs/lab/04_scorecard.ipynb #ae07a993
-def verdict_on(exp: Experiment, # whose judge
-               id: str, # of the claim
-               r: Result | None, # what it is judged from
-              ) -> Said:
+def _said(exp: Experiment, id: str, r: Result) -> Said:
+    "What a judge says about a claim."
+    name, j = f"{exp.name}/{r.label}", exp.judges[id](r)
+    if j is None: return _nothing_said(result=name, verdict=TOO_SMALL)
+    verdict, marks = marked(exp, id, r, j)
+    return Said(verdict=verdict, ours=j.ours, note=j.note, result=name, marks=marks,
+                estimates=estimates_as_rows(j))
+
+# %% ../../nbs/lab/04_scorecard.ipynb #befa4346
+def verdict_on(exp: Experiment, id: str, r: Result | None) -> Said:
     "Verdict, our value, note, marks and result label of one claim from one result."
     if r is None: return _nothing_said()
-    name = f"{exp.name}/{r.label}"
     try:
-        j = exp.judges[id](r)
-        if j is None: return _nothing_said(result=name, verdict=TOO_SMALL)
-        verdict, marks = marked(exp, id, r, j)
+        return _said(exp, id, r)
     except Exception as e:
         again = f"run it again: fact run {exp.name} --preset {r.preset}"
         return _nothing_said(f"could not be judged ({type(e).__name__}: {e}); {again}")
-    return Said(verdict=verdict, ours=j.ours, note=j.note, result=name, marks=marks,
-                estimates=estimates_as_rows(j))
 
 # %% ../../nbs/lab/04_scorecard.ipynb #22e8f262
 WORST = (DIFFERS, CHANGED, HOLDS) # the first of these that a part has is the verdict of the whole
@@ -163,29 +176,38 @@ def _whole_verdict(verdicts: set[str]) -> str:
     return next(v for v in WORST if v in verdicts)
 
 # %% ../../nbs/lab/04_scorecard.ipynb #9d68c7c6
+def _with_verdict(parts: Mapping[str, Said], verdict: str) -> str:
+    "The names of the parts that have one verdict."
+    return ", ".join(k for k, p in parts.items() if p["verdict"] == verdict)
+
+# %% ../../nbs/lab/04_scorecard.ipynb #1c3f3091
 def _still_open(parts: Mapping[str, Said]) -> list[str]:
     "Which parts of a claim have no verdict, where another has one."
     if not any(p["verdict"] in WORST for p in parts.values()): return []
-    notes = []
-    for verdict, words in ((NOT_RUN, "still to run"), (TOO_SMALL, TOO_SMALL)):
-        names = ", ".join(k for k, p in parts.items() if p["verdict"] == verdict)
-        if not names: continue
-        notes.append(f"{words}: {names}")
-    return notes
+    found = {"still to run": _with_verdict(parts, NOT_RUN),
+             TOO_SMALL: _with_verdict(parts, TOO_SMALL)}
+    return [f"{words}: {names}" for words, names in found.items() if names]
 
 # %% ../../nbs/lab/04_scorecard.ipynb #1a5246a4
+def _named_texts(parts: Mapping[str, Said], key: Literal["ours", "note"]) -> list[str]:
+    "The texts of the parts under one key, each after the name of its experiment."
+    return [f"{k}: {p[key]}" for k, p in parts.items() if p[key]]
+
+# %% ../../nbs/lab/04_scorecard.ipynb #6b9f969a
+def _named_marks(parts: Mapping[str, Said]) -> list[Mark]:
+    return [Mark(mark=m["mark"], detail=f"{k}: {m['detail']}")
+            for k, p in parts.items() for m in p["marks"]]
+
+# %% ../../nbs/lab/04_scorecard.ipynb #cc794bd4
 def _together(parts: Mapping[str, Said]) -> Said: # by experiment
     "One verdict from the parts of a claim."
-    if len(parts) == 1: return next(iter(parts.values()))
-    ours = [f"{k}: {p['ours']}" for k, p in parts.items() if p["ours"]]
-    notes = [f"{k}: {p['note']}" for k, p in parts.items() if p["note"]]
-    run = [p["result"] for p in parts.values() if p["verdict"] != NOT_RUN]
-    marks = [Mark(mark=m["mark"], detail=f"{k}: {m['detail']}")
-             for k, p in parts.items() for m in p["marks"]]
-    return Said(verdict=_whole_verdict({p["verdict"] for p in parts.values()}),
-                ours="; ".join(ours), note="; ".join(notes + _still_open(parts)),
-                result=", ".join(run), marks=marks,
-                estimates=[e for p in parts.values() for e in p["estimates"]])
+    said = list(parts.values())
+    if len(said) == 1: return said[0]
+    return Said(verdict=_whole_verdict({p["verdict"] for p in said}),
+                ours="; ".join(_named_texts(parts, "ours")),
+                note="; ".join(_named_texts(parts, "note") + _still_open(parts)),
+                result=", ".join(p["result"] for p in said if p["verdict"] != NOT_RUN),
+                marks=_named_marks(parts), estimates=[e for p in said for e in p["estimates"]])
 
 # %% ../../nbs/lab/04_scorecard.ipynb #48267c56
 class OtherSaid(Said):
@@ -201,19 +223,21 @@ def _main(runs: Iterable[StoredRun], where: str) -> Result | None:
     return next((r.result for r in runs if r.origin == where and not r.result.changed), None)
 
 # %% ../../nbs/lab/04_scorecard.ipynb #e6f32ffb
+def _uncounted(runs: list[StoredRun]) -> list[StoredRun]:
+    "The runs that do not count, of any origin."
+    counted = [_main(runs, where) for where in (COMMITTED, HERE, UNKNOWN)]
+    return [r for r in runs if not any(r.result is c for c in counted)]
+
+# %% ../../nbs/lab/04_scorecard.ipynb #d473638b
 def _others(exp: Experiment, id: str, runs: list[StoredRun]) -> list[OtherSaid]:
     "Verdicts of the runs that do not count."
-    counted = [_main(runs, where) for where in (COMMITTED, HERE, UNKNOWN)]
-    rest = [r for r in runs if not any(r.result is c for c in counted)]
     return [OtherSaid(origin=r.origin, label=r.result.label, changed=r.result.changed,
-                      title=r.title, **verdict_on(exp, id, r.result)) for r in rest]
+                      title=r.title, **verdict_on(exp, id, r.result)) for r in _uncounted(runs)]
 
 # %% ../../nbs/lab/04_scorecard.ipynb #11201f5e
-def _entry(id: str, # of a claim
-           judges: list[Experiment], # that have something to say about it
-           runs: Mapping[str, list[StoredRun]], # by experiment
+def _entry(id: str, judges: list[Experiment], runs: Mapping[str, list[StoredRun]]
           ) -> dict[str, Any]:
-    "Everything the runs say about one claim."
+    "Everything the runs of the experiments that judge a claim say about it."
     def of(where: str) -> Said:
         return _together({e.name: verdict_on(e, id, _main(runs[e.name], where)) for e in judges})
     others = [o for e in judges for o in _others(e, id, runs[e.name])]
@@ -244,6 +268,13 @@ def _entry_across(id: str, # of a claim
         changes=changes_of(id), check="")
 
 # %% ../../nbs/lab/04_scorecard.ipynb #192ccce7
+def _scored(id: str, experiments: Mapping[str, Experiment], runs: Mapping[str, list[StoredRun]]
+           ) -> dict[str, Any]:
+    "What the runs say about one claim, each for itself or together."
+    if id in ACROSS: return _entry_across(id, experiments, runs)
+    return _entry(id, [e for e in experiments.values() if id in e.judges], runs)
+
+# %% ../../nbs/lab/04_scorecard.ipynb #6c39ca04
 def scorecard(results: str | Path | None = None, # folder of the result store
               experiments: Mapping[str, Experiment] | None = None, # by default all
               # by experiment; by default what `gather` finds
@@ -252,14 +283,7 @@ def scorecard(results: str | Path | None = None, # folder of the result store
     "Every claim with its verdict from committed results, and under `here` from this machine's."
     experiments = registry() if experiments is None else experiments
     runs = gather(results, experiments) if runs is None else runs
-    rows = []
-    for c in LEDGER.values():
-        judges = [e for e in experiments.values() if c.id in e.judges]
-        said = _entry(c.id, judges, runs)
-        if c.id in ACROSS:
-            said = _entry_across(c.id, experiments, runs)
-        rows.append(asdict(c) | said)
-    return rows
+    return [asdict(c) | _scored(c.id, experiments, runs) for c in LEDGER.values()]
 
 # %% ../../nbs/lab/04_scorecard.ipynb #64042d7d
 def counts(verdicts: Iterable[str], # in words
@@ -283,14 +307,12 @@ def of_paper(row: Mapping[str, Any], # an entry
     return row["where"] != PAST
 
 # %% ../../nbs/lab/04_scorecard.ipynb #3adab93b
-def totals(rows: Iterable[Mapping[str, Any]], # entries
-           where: str = COMMITTED, # COMMITTED, HERE or UNKNOWN
-          ) -> str:
-    "The counts of the paper's claims, then of ours."
-    rows = list(rows)
-    paper = [verdict_of(r, where)["verdict"] for r in rows if of_paper(r)]
-    ours = [verdict_of(r, where)["verdict"] for r in rows if not of_paper(r)]
-    return counts(paper) + (f"; {PAST}: {counts(ours)}" if ours else "")
+def totals(rows: Iterable[Mapping[str, Any]], where: str = COMMITTED) -> str:
+    "The counts of the paper's claims, then of ours, from the runs of one origin."
+    said: dict[bool, list[str]] = {True: [], False: []}
+    for r in rows:
+        said[of_paper(r)].append(verdict_of(r, where)["verdict"])
+    return counts(said[True]) + (f"; {PAST}: {counts(said[False])}" if said[False] else "")
 
 # %% ../../nbs/lab/04_scorecard.ipynb #ee232995
 def origins(rows: Iterable[Mapping[str, Any]], # entries
@@ -314,26 +336,32 @@ def _value_and_marks(j: Mapping[str, Any]) -> str: # what a run says
     return " · ".join(t for t in (marks, j["ours"] or j["note"]) if t)
 
 # %% ../../nbs/lab/04_scorecard.ipynb #88cbf0a8
-def _lines(row: Mapping[str, Any], width: int) -> list[str]:
-    "A claim: a line for each run that says something about it."
+def _said_by_runs(row: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
+    "Origin, what is said, and the label of a run that does not count, where anything is said."
     main = [(where, verdict_of(row, where), "") for where in (COMMITTED, HERE, UNKNOWN)]
     star = lambda o: o["origin"] + (" *" if o["changed"] else "")
     rest = [(star(o), o, f"[{o['label']}] ") for o in row["others"]]
-    said = [x for x in main + rest if x[1]["verdict"] != NOT_RUN or x[1]["note"] or x[1]["ours"]]
+    return [x for x in main + rest if x[1]["verdict"] != NOT_RUN or x[1]["note"] or x[1]["ours"]]
+
+# %% ../../nbs/lab/04_scorecard.ipynb #c6063f2f
+def _lines(row: Mapping[str, Any], width: int) -> list[str]:
+    "A claim: a line for each run that says something about it."
+    said = _said_by_runs(row)
     ids = [row["id"]] + [""] * len(said)
     return [table_line(width, id, where, j["verdict"], label + _value_and_marks(j))
             for id, (where, j, label) in zip(ids, said)]
 
 # %% ../../nbs/lab/04_scorecard.ipynb #622395ac
-def as_text(rows: list[dict[str, Any]], # of `scorecard`
-            width: int | None = None, # columns; by default those of the terminal
-           ) -> str:
-    "The scorecard for a terminal: the claims that were run, line by line, then the sums."
+def _footer(rows: list[dict[str, Any]]) -> list[str]:
+    "What the star means, where there is one, and the sums of each origin."
+    starred = any(o["changed"] for r in rows for o in r["others"])
+    note = ["", "* with changed settings (--set): not counted"] if starred else []
+    return [*note, "", *(f"{where + ':':15} {totals(rows, where)}" for where in origins(rows))]
+
+# %% ../../nbs/lab/04_scorecard.ipynb #779fcf40
+def as_text(rows: list[dict[str, Any]], width: int | None = None) -> str:
+    "The scorecard for a terminal (of its width): the claims that were run, then the sums."
     width = width or shutil.get_terminal_size((110, 20)).columns
-    out = [table_line(width, "claim", "run", "verdict", "our value")]
-    for r in rows:
-        out += _lines(r, width)
-    if any(o["changed"] for r in rows for o in r["others"]):
-        out += ["", "* with changed settings (--set): not counted"]
-    sums = [f"{where + ':':15} {totals(rows, where)}" for where in origins(rows)]
-    return "\n".join([*out, "", *sums])
+    lines = [line for r in rows for line in _lines(r, width)]
+    head = table_line(width, "claim", "run", "verdict", "our value")
+    return "\n".join([head, *lines, *_footer(rows)])

@@ -494,9 +494,11 @@ class LargeRun:
         return Centres(with_median(kernel, Z, M), root_of(M), Z)
 
     @property
-    def raises(self) -> bool:
-        "Is a higher ridge tried on all rows?"
-        return self.keep and len(self.rows) <= 300_000 and len(self.settings.ridges) > 1
+    def raises(self) -> int:
+        "How often a higher ridge is tried on all rows, at most."
+        n = len(self.rows)
+        if not self.keep or n > 300_000 or len(self.settings.ridges) == 1: return 0
+        return 1 if n > 100_000 else 2
 
     def chosen_centres(self) -> Centres:
         "All centres, in the metric and with the kernel that were chosen."
@@ -721,7 +723,7 @@ def _predictor_for(run: LargeRun, system: CentreSystem, ridge: float, tol: float
 # %% ../../nbs/machines/10_large.ipynb #dbb9965c
 def _raised(run: LargeRun, system: CentreSystem, best: _Tried) -> _Tried:
     "Higher ridges, as long as they are better."
-    for _ in range(2 if run.raises else 0):
+    for _ in range(run.raises):
         higher = _predictor_for(run, system, 4 * best["ridge"], .1)
         if higher["error"] >= best["error"]: break
         best = higher
