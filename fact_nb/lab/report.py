@@ -98,7 +98,8 @@ def _verdict(j: Mapping[str, Any]) -> str:
     ours = f"<br>{escape(j['ours'])}" if j["ours"] else ""
     numbers = "; ".join(e["text"] for e in j["estimates"])
     marks = marks_in_words(j["marks"])
-    return _chip(j["verdict"]) + small_print(marks) + ours + small_print(numbers) + small_print(j["note"])
+    below = small_print(numbers) + small_print(j["note"])
+    return _chip(j["verdict"]) + small_print(marks) + ours + below
 
 # %% ../../nbs/lab/05_report.ipynb #6a98c7de
 def _uncounted_run(o: Mapping[str, Any]) -> str:
