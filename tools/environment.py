@@ -131,7 +131,14 @@ def install(stamp: Stamp, old: Stamp | None) -> bool:
     "Everything, into an environment that has no stamp at this moment."
     if not torch_is_right(stamp, old) and not install_torch(stamp.torch): return False
     write_pins(installed_torch())
-    return pip_install("--use-pep517", "-e", ".[dev]")
+    if not pip_install("--use-pep517", "-e", ".[dev]"): return False
+    compile_package()
+    return True
+
+
+def compile_package() -> None:
+    "pip compiles what it copies, and this package it only links: the first command would pay."
+    subprocess.run([PYTHON, "-m", "compileall", "-q", ROOT / "fact_nb"])
 
 
 def make_venv() -> bool:

@@ -369,6 +369,13 @@ def catalogue() -> dict[str, str]:
     "Name and title of every experiment; answers at once."
     return {name: title for name, (_, title) in _declarations().items()}
 
+# %% ../../nbs/lab/00_experiment.ipynb #ex000033
+def _count_as_old() -> None:
+    "Let every object count as old, without a search; what others have frozen stays frozen."
+    if gc.get_freeze_count(): return
+    gc.freeze()
+    gc.unfreeze()
+
 # %% ../../nbs/lab/00_experiment.ipynb #ex000031
 @contextmanager
 def collector_off() -> Iterator[None]:
@@ -379,6 +386,7 @@ def collector_off() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            _count_as_old()
             gc.enable()
 
 # %% ../../nbs/lab/00_experiment.ipynb #6a6ee2de
