@@ -263,8 +263,9 @@ class _WhileStill:
 # %% ../nbs/04_figures.ipynb #fg000018
 def _united(boxes: list[Bbox]) -> list[Bbox]:
     "One box around all, where each is finite."
-    finite = boxes and np.isfinite([b.extents for b in boxes]).all()
-    return [Bbox.union(boxes)] if finite else boxes
+    corners = np.array([b.extents for b in boxes])      # left, bottom, right, top
+    if not boxes or not np.isfinite(corners).all(): return boxes
+    return [Bbox.from_extents(*corners[:, :2].min(0), *corners[:, 2:].max(0))]
 
 # %% ../nbs/04_figures.ipynb #d668068b
 def _unless_for_title(axis: Any) -> Callable[..., Bbox | None]:

@@ -30,7 +30,7 @@ from ..lab.image_networks import image_sizes, images, legend_below, look_of, mea
 from ..lab.image_networks import network, network_work, on_device, recipe, require_known
 from ..lab.image_networks import score, shown, train_on
 from ..lab.statistics import mean_estimate, share_estimate
-from ..lab.store import Result, StoredUnit
+from ..lab.store import Result, StoredUnit, once_per_result
 from ..linalg import cosine, pearson, rel_err
 from ..networks.report import Layer
 from ..networks.training import Recipe, Training, stable_rank
@@ -258,6 +258,7 @@ def _networks(d: pd.DataFrame, good: bool) -> pd.DataFrame:
     return nets[nets.converged.astype(bool) == good]
 
 # %% ../../nbs/experiments/02_depth.ipynb #ce9246ca
+@once_per_result
 def converged(r: Result, stage: str = "window", setting: str = "own") -> pd.DataFrame:
     "The layers of all networks that count."
     d, which = at_stage(r, stage, setting), ["dataset", "seed"]
@@ -307,6 +308,7 @@ def deciding_units(r: Result) -> dict[str, list[StoredUnit]]: # by data set
     return {d: r.where(dataset=d, setting="paper") or units for d, units in own.items()}
 
 # %% ../../nbs/experiments/02_depth.ipynb #d1802418
+@once_per_result
 def deciding_layers(r: Result) -> pd.DataFrame:
     "The layers of the networks that decide."
     setting = {d: units[0].params["setting"] for d, units in deciding_units(r).items()}

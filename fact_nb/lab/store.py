@@ -24,7 +24,7 @@ import warnings
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Concatenate, Iterable, Mapping, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -308,7 +308,7 @@ class Result:
     # what it was put together from
     units: list[StoredUnit] = field(default_factory=list, repr=False)
     # what was computed from it, by name of the function; a changed copy starts with none
-    tables: dict[str, Any] = field(default_factory=dict, repr=False, compare=False, init=False)
+    tables: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False, init=False)
     # a hash of the files it was read from; a result that was changed since has none
     digest: str = field(default="", repr=False, compare=False, init=False)
 
@@ -328,15 +328,18 @@ class Result:
 
 # %% ../../nbs/lab/02_store.ipynb #be7ffc85
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+_Table = Callable[Concatenate["Result", _P], _T] # a function of a result, and of settings
 
-def once_per_result(table: Callable[[Result], _T]) -> Callable[[Result], _T]: # as a decorator
+def once_per_result(table: _Table[_P, _T]) -> _Table[_P, _T]: # as a decorator
     "Compute a table of a result at the first call, and give the same one afterwards."
     name = f"{table.__module__}.{table.__qualname__}"
     @wraps(table)
-    def kept(r: Result) -> _T:
-        if name not in r.tables:
-            r.tables[name] = table(r)
-        return r.tables[name]
+    def kept(r: Result, *args: _P.args, **options: _P.kwargs) -> _T:
+        key = name, args, tuple(options.items())
+        if key not in r.tables:
+            r.tables[key] = table(r, *args, **options)
+        return r.tables[key]
     return kept
 
 # %% ../../nbs/lab/02_store.ipynb #a4db04ab
