@@ -522,6 +522,31 @@ def test_bare_parameters_through_every_product():
             check(rep[name], acc)
 
 
+class Added(nn.Module):
+    "c + a @ b with a bare weight, its arguments by place or by name."
+    SPELLINGS = (
+        lambda c, h, w: torch.addmm(c, h, w),
+        lambda c, h, w: torch.addmm(c, h, mat2=w),
+        lambda c, h, w: torch.addmm(c, mat1=h, mat2=w),
+        lambda c, h, w: torch.baddbmm(c, h[None], w[None])[0],
+        lambda c, h, w: torch.baddbmm(c, h[None], batch2=w[None])[0],
+        lambda c, h, w: torch.baddbmm(c, batch1=h[None], batch2=w[None])[0])
+
+    def __init__(self, spelling):
+        super().__init__()
+        with seeded(0): self.w, self.spelling = nn.Parameter(torch.randn(4, 3).double()), spelling
+
+    def forward(self, x): return self.spelling(torch.ones(3).double(), x, self.w)
+
+
+@pytest.mark.parametrize("spelling", Added.SPELLINGS)
+def test_every_spelling_of_a_sum_with_a_product_is_seen(spelling):
+    with seeded(1): x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    rep, plain = (measure(Added(f), ce, [(x, y)], LAM) for f in (spelling, Added.SPELLINGS[0]))
+    assert rep.layers == ["w"] and rel_err(rep["w"].fact, plain["w"].fact) < 1e-14
+    assert rel_err(rep["w"].agop, plain["w"].agop) < 1e-14
+
+
 def test_heads_and_fused_projections_are_split():
     model, batch = language("gpt2")
     whole = measure(model, [batch], weight_decay=LAM)

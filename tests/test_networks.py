@@ -21,6 +21,14 @@ def rows(folder, name):
     return store.load(name, label).df
 
 
+def modified(f):
+    "When a checkpoint was written; 0 where it has just been removed."
+    try:
+        return f.stat().st_mtime
+    except FileNotFoundError:
+        return 0.
+
+
 @pytest.mark.parametrize("name", sorted(RUNS))
 def test_killed_at_random_moments_and_resumed_gives_the_same_numbers(fact, tmp_path, name):
     done = fact(*RUNS[name])
@@ -31,7 +39,7 @@ def test_killed_at_random_moments_and_resumed_gives_the_same_numbers(fact, tmp_p
     for _ in range(3):                                                        # each kill falls inside a unit, a random while after a checkpoint was written
         began = time.time()
         p = subprocess.Popen([sys.executable, "-m", "fact_nb", *RUNS[name]], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ, OMP_NUM_THREADS="1"))
-        while p.poll() is None and not any(f.stat().st_mtime > began for f in (tmp_path / "results").rglob("*.pt") if f.exists()): time.sleep(.02)
+        while p.poll() is None and not any(modified(f) > began for f in (tmp_path / "results").rglob("*.pt")): time.sleep(.02)
         time.sleep(rng.uniform(0, .5))
         if p.poll() is None: p.kill(); killed += 1
         p.wait()

@@ -26,9 +26,9 @@ from ..lab.experiment import DIFFERS, HOLDS, Context, Estimate, Experiment, Figu
 from ..lab.experiment import Output, in_grid, judge, require, settings
 from ..lab.needs import Work, training_work
 from ..lab.image_networks import BACKWARD, FORWARD, TITLES, Networks, candidates
-from ..lab.image_networks import image_sizes, images, legend_below, look_of, measure_on
-from ..lab.image_networks import network, network_work, on_device, recipe, require_known
-from ..lab.image_networks import score, shown, train_on
+from ..lab.image_networks import image_sizes, images_and_network, legend_below, look_of
+from ..lab.image_networks import measure_on, network_work, recipe, require_known, score
+from ..lab.image_networks import shown, train_on
 from ..lab.statistics import mean_estimate, share_estimate
 from ..lab.store import Result, StoredUnit, once_per_result
 from ..linalg import cosine, pearson, rel_err
@@ -217,18 +217,11 @@ def _stage_rows(net: nn.Sequential, data: Flat, stage: Stage, loss_epoch: int | 
     rank = min(r["rank"] for r in layers if not r["output"])
     return [network_row(net, data, stage, rank, loss_epoch), *layers]
 
-# %% ../../nbs/experiments/02_depth.ipynb #de83697f
-def _start(cfg: Config, unit: dict[str, Any], ctx: Context) -> tuple[Flat, nn.Sequential]:
-    "The images and the untrained network of a unit, on its device."
-    data = on_device(images(unit["dataset"], cfg.n), ctx.device)
-    d, c = data.X.shape[1], data.Y.shape[1]
-    return data, network(cfg, unit["dataset"], d, c, unit["seed"]).to(ctx.device)
-
 # %% ../../nbs/experiments/02_depth.ipynb #6ea78b5e
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "One network."
     cfg = presets.get(unit["setting"], cfg) # paper and quick bring their own
-    data, net = _start(cfg, unit, ctx)
+    data, net = images_and_network(cfg, unit, ctx)
     rows, history = [], []
     for stage in stages(cfg, unit["seed"], ctx, data, net):
         if stage.name == "sgd":

@@ -25,9 +25,9 @@ from ..lab.claims import threshold
 from ..lab.experiment import NOT_RUN, Context, Estimate, Experiment, Figure, Judgement, Output
 from ..lab.experiment import in_grid, judge, require
 from ..lab.image_networks import BACKWARD, FORWARD, Networks, RowsByEpoch, image_sizes
-from ..lab.image_networks import candidates, images, legend_below, listed, look_of, measure_on
-from ..lab.image_networks import network, network_work, on_device, recipe, require_known
-from ..lab.image_networks import score, train_on
+from ..lab.image_networks import candidates, images_and_network, legend_below, listed
+from ..lab.image_networks import look_of, measure_on, network_work, recipe
+from ..lab.image_networks import require_known, score, train_on
 from ..lab.marks import size_gaps
 from ..lab.statistics import mean_estimate
 from ..lab.store import Result, StoredUnit
@@ -156,19 +156,12 @@ class Look(RowsByEpoch):
         if epoch not in self.at: return []
         return look_rows(net, self.data, self.cfg.lam, epoch, self.cfg.layers)
 
-# %% ../../nbs/experiments/03_epochs.ipynb #b001ca5c
-def _start(cfg: Config, unit: dict[str, Any], ctx: Context) -> tuple[Flat, nn.Sequential]:
-    "The images and the untrained network of a unit, on its device."
-    data = on_device(images(unit["dataset"], cfg.n), ctx.device)
-    d, c = data.X.shape[1], data.Y.shape[1]
-    return data, network(cfg, unit["dataset"], d, c, unit["seed"]).to(ctx.device)
-
 # %% ../../nbs/experiments/03_epochs.ipynb #96279b1d
 def run_unit(cfg: Config, unit: dict[str, Any], ctx: Context) -> Output:
     "Train one network, looking on."
     small = unit["schedule"] == "quick"
     cfg, schedule = (presets["quick"], "cosine") if small else (cfg, unit["schedule"])
-    data, net = _start(cfg, unit, ctx)
+    data, net = images_and_network(cfg, unit, ctx)
     look = Look(cfg, data)
     s = train_on(net, data, recipe(cfg, unit["seed"], schedule), ctx, [look])
     final = dict(loss_epoch=s.loss_epoch, collapse=s.final["collapse"])

@@ -321,7 +321,7 @@ def by_seed(r: Result, part: str, low: float) -> dict[int, Phases]:
 
 # %% ../../nbs/experiments/19_grokking_transformer.ipynb #87f3494c
 def trained_seeds(r: Result, part: str = "sums") -> bool:
-    "Are there three seeds that learned their pairs and, of sums, all others?"
+    "Are there three seeds, and has each learned the pairs it was trained on?"
     d = looks_of(r, part)
     last = d.groupby("seed").last()
     return len(last) >= 3 and bool((last.train >= .99).all())

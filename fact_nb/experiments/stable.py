@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENOUGH_PAIRS', 'experiment', 'Task', 'addition_task', 'parities_task', 'defect_of', 'Fallback', 'fallback_of', 'seen',
-           'follow_update', 'stable_iterates', 'stable_choices', 'by_protocol', 'small_tables', 'table_rows',
-           'arrive_rows', 'at_main_setting', 'blows_up', 'largest_rise', 'outcomes', 'gaps', 'has_enough', 'arrivals',
+           'follow_update', 'stable_iterates', 'stable_choices', 'by_protocol', 'table_rows', 'arrive_rows',
+           'at_main_setting', 'blows_up', 'largest_rise', 'outcomes', 'gaps', 'has_enough', 'arrivals',
            'table_accuracies', 'shown_ridge', 'PairsLine', 'pairs_lines']
 
 # %% ../../nbs/experiments/13_stable.ipynb #01869908
@@ -22,7 +22,7 @@ from torch.nn.functional import one_hot
 
 from ..runtime import one_thread
 from ..data.synthetic import is_prime, modular, sparse_parity
-from ..data.uci import META, Table, load, stand_in
+from ..data.uci import Table, load, stand_in, tables_up_to
 from ..figures import WIDTH, look, style
 from ..machines.batched import Choice, Rules, accuracy, first_best, predict, published
 from ..machines.batched import right, scalings
@@ -318,17 +318,12 @@ def _arriving(cfg: Config, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rest = lambda u: {k: v for k, v in u.items() if k != "task"}
     return [dict(task="arrive", until=cfg.arrive) | rest(u) for u in runs if _is_followed(cfg, u)]
 
-# %% ../../nbs/experiments/13_stable.ipynb #4b1f0515
-def small_tables(cfg: Config) -> list[str]: # from small to large
-    "The tables of at most `max_n` rows, or two of scikit-learn's."
-    if cfg.stand_in: return ["iris", "wine"] if cfg.max_n else []
-    return sorted((k for k, m in META.items() if m.n <= cfg.max_n), key=lambda k: (META[k].n, k))
-
 # %% ../../nbs/experiments/13_stable.ipynb #1b34b59c
 def units(cfg: Config) -> list[dict[str, Any]]:
     "Tasks by ridge and seed, further sums, sums to their end, then tables."
     runs = _main_units(cfg) + _further_sums(cfg)
-    return runs + _arriving(cfg, runs) + [dict(task="table", table=k) for k in small_tables(cfg)]
+    tables = tables_up_to(cfg.max_n, cfg.stand_in)
+    return runs + _arriving(cfg, runs) + [dict(task="table", table=k) for k in tables]
 
 # %% ../../nbs/experiments/13_stable.ipynb #c72dabb3
 _TABLE_COLUMNS = dict(method="method", accuracy="accuracy", validation="validation",

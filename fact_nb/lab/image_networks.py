@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SOURCES', 'TITLES', 'ALL_IMAGES', 'IMAGE_SIZES', 'FORWARD', 'BACKWARD', 'CANDIDATE_LOOKS', 'images', 'on_device',
-           'require_known', 'Networks', 'image_sizes', 'network', 'recipe', 'train_on', 'measure_on', 'score',
-           'network_work', 'candidates', 'RowsByEpoch', 'look_of', 'legend_below', 'shown', 'listed']
+           'require_known', 'Networks', 'image_sizes', 'network', 'recipe', 'images_and_network', 'train_on',
+           'measure_on', 'score', 'network_work', 'candidates', 'RowsByEpoch', 'look_of', 'legend_below', 'shown',
+           'listed']
 
 # %% ../../nbs/lab/07_image_networks.ipynb #ea51830a
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,6 +134,17 @@ def recipe(
     return Recipe(epochs=cfg.epochs, lr=cfg.lr, weight_decay=cfg.lam, batch_size=cfg.batch,
                   momentum=cfg.momentum, schedule=schedule, seed=seed,
                   residual_every=max(1, cfg.epochs // 10))
+
+# %% ../../nbs/lab/07_image_networks.ipynb #in000002
+def images_and_network(
+    cfg: Networks, # settings of the experiment
+    unit: Mapping[str, Any], # with `dataset` and `seed`
+    ctx: Context, # of the unit
+) -> tuple[Flat, nn.Sequential]:
+    "The images and the untrained network of a unit, on its device."
+    data = on_device(images(unit["dataset"], cfg.n), ctx.device)
+    d, c = data.X.shape[1], data.Y.shape[1]
+    return data, network(cfg, unit["dataset"], d, c, unit["seed"]).to(ctx.device)
 
 # %% ../../nbs/lab/07_image_networks.ipynb #da55219f
 def train_on(

@@ -864,7 +864,7 @@ def _common_row(method: str, folds: list[Fold]) -> dict[str, Any]:
     "The mean over splits, with the commonest of the choices."
     score = [f.accuracy for f in folds]
     chosen = {k: _commonest(folds, k) for k in ("ridge", "normalised", "iterate")}
-    return dict(method=method, accuracy=sum(score) / 4, folds=score, **chosen,
+    return dict(method=method, accuracy=sum(score) / len(score), folds=score, **chosen,
                 seconds=round(sum(f.seconds for f in folds), 3))
 
 # %% ../../nbs/machines/09_batched.ipynb #b1eae881

@@ -322,9 +322,8 @@ def _read_matmul(f: _Invoked) -> Multiplication | None:
 def _read_addmm(f: _Invoked) -> Multiplication | None:
     "c + a @ b: addmm, baddbmm."
     if f.kwargs.get("alpha", 1) != 1: return None
-    a, b = f.argument(1, "mat1"), f.argument(2, "mat2")
-    if a is None or b is None:
-        a, b = f.kwargs.get("batch1"), f.kwargs.get("batch2")
+    named = lambda name, batched: batched if batched in f.kwargs else name
+    a, b = f.argument(1, named("mat1", "batch1")), f.argument(2, named("mat2", "batch2"))
     return _read_pair(f.capture, a, b, f.result)
 
 # %% ../../nbs/networks/03_capture.ipynb #a7d06155
