@@ -724,13 +724,13 @@ def _is_over(s: Settings, p: Problem, state: State, fit: Fit) -> bool:
 # %% ../../nbs/machines/01_rfm.ipynb #2a633782
 def _update(s: Settings, p: Problem, state: State, fit: Fit) -> None:
     "The next metric, or the end."
-    M = _proposed(s, fit)
+    M, failure = _proposed(s, fit)
     state.memory = fit.memory
     if M is None:
         state.done = True
         return
     state.t += 1
-    why = s.rule.objection(fit, M)
+    why = failure or s.rule.objection(fit, M)
     if why is None:
         _accept(s, p, state, fit, M)
         return
@@ -751,13 +751,13 @@ def _accept(s: Settings, p: Problem, state: State, fit: Fit, M: Tensor) -> None:
     state.ridge = s.rule.ridge_for(fit) or state.ridge
 
 # %% ../../nbs/machines/01_rfm.ipynb #79822774
-def _proposed(s: Settings, fit: Fit) -> Tensor | None:
-    "The metric that the rule proposes; nan where it cannot, None where it has arrived."
+def _proposed(s: Settings, fit: Fit) -> tuple[Tensor | None, str | None]: # M, what went wrong
+    "The metric that the rule proposes: None where it has arrived, nan where it failed."
     start = perf_counter()
     try:
-        return s.rule.propose(fit)
-    except (ValueError, torch.linalg.LinAlgError):
-        return fit.M * float("nan")
+        return s.rule.propose(fit), None
+    except (ValueError, torch.linalg.LinAlgError) as e:
+        return fit.M * float("nan"), f"the update of M failed ({e})"
     finally:
         fit.row["update_seconds"] = perf_counter() - start
 
