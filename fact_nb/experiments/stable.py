@@ -413,10 +413,11 @@ def _of_accuracy(accuracy: np.ndarray, loo: np.ndarray) -> dict[str, float]: # b
                 chosen=middle(fewest))
 
 # %% ../../nbs/experiments/13_stable.ipynb #6e80f817
-def _outcome(g: pd.DataFrame) -> dict[str, Any]: # rows of one run, by iteration
+_READ = ["objective", "trace", "defect", "accuracy", "loo", "trials", "iter"]
+
+def _outcome(columns: np.ndarray) -> dict[str, Any]: # those of _READ, by iteration
     "What happened in one run."
-    read = ["objective", "trace", "defect", "accuracy", "loo", "trials", "iter"]
-    phi, trace, defect, accuracy, loo, trials, steps = columns = g[read].to_numpy(float).T
+    phi, _, defect, accuracy, loo, trials, steps = columns
     defects = dict(defect_first=defect[0], defect_last=defect[-1])
     return _of_objective(phi) | defects | _of_accuracy(accuracy, loo) | dict(
         fits=_fits(trials), iters=int(steps.max()), finite=bool(np.isfinite(columns[:4]).all()))
@@ -431,9 +432,10 @@ def _task_rows(r: Result) -> pd.DataFrame:
 @once_per_result
 def outcomes(r: Result) -> pd.DataFrame: # one row a run and update
     "What happened in each run."
-    names = [*RUN, "update"]
-    runs = _task_rows(r).groupby(names)
-    return pd.DataFrame([dict(zip(names, key)) | _outcome(g) for key, g in runs])
+    names, rows = [*RUN, "update"], _task_rows(r)
+    numbers = rows[_READ].to_numpy(float)
+    runs = sorted(rows.groupby(names).indices.items())
+    return pd.DataFrame([dict(zip(names, key)) | _outcome(numbers[at].T) for key, at in runs])
 
 # %% ../../nbs/experiments/13_stable.ipynb #d25f86f0
 def _blown(s: pd.DataFrame) -> str: # of `outcomes`
