@@ -253,7 +253,9 @@ def symmetric_product(
 ) -> Callable[[Tensor], Tensor]: # V, c × n → V K; the dtype of V is that of the sums
     "V → V K from the strict upper triangle and the diagonal."
     blocks = [(i, e, _diagonal_block(A, diag, i, e)) for i, e in strips(len(A), 256)]
-    return partial(_by_strips, A, blocks)
+    parts = [blocks[i::4] for i in range(4)]            # of about the same size
+    worth = A.device.type == "cpu" and len(blocks) > 8
+    return lambda V: _summed(spread(partial(_by_strips, A, V), parts, worth))
 
 # %% ../../nbs/machines/05_direct.ipynb #4b6d7189
 def _diagonal_block(A: Tensor, diag: Tensor, i: int, e: int) -> Tensor: # (e − i)²
@@ -266,14 +268,22 @@ def _diagonal_block(A: Tensor, diag: Tensor, i: int, e: int) -> Tensor: # (e −
 # %% ../../nbs/machines/05_direct.ipynb #di000001
 _Blocks = list[tuple[int, int, Tensor]] # first row, one past the last, the block on the diagonal
 
-def _by_strips(A: Tensor, blocks: _Blocks, V: Tensor) -> Tensor: # c × n
-    "V K, strip by strip."
+def _by_strips(A: Tensor, V: Tensor, blocks: _Blocks) -> Tensor: # c × n
+    "What some strips add to V K."
     out = torch.zeros_like(V)
     for i, e, block in blocks:
         S = A[i:e, e:].to(V)
         out[:, i:e].addmm_(V[:, i:e], block.to(V)).addmm_(V[:, e:], S.T)
         out[:, e:].addmm_(V[:, i:e], S)
     return out
+
+# %% ../../nbs/machines/05_direct.ipynb #di000003
+def _summed(parts: Iterator[Tensor]) -> Tensor:
+    "The sum of tensors, in their order; the first one receives it."
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total
 
 # %% ../../nbs/machines/05_direct.ipynb #di000002
 def sym_matmul(
