@@ -75,7 +75,7 @@ lab: setup
 
 docs:
 	@command -v quarto >/dev/null || { echo "the site needs Quarto, which is a program of its own: get it at https://quarto.org/docs/get-started/ and run 'make docs' again (nothing else here needs it)"; exit 1; }
-	@$(MAKE) --no-print-directory setup
+	@$(MAKE) --no-print-directory extra
 	@"$(BIN)/python" tools/assets.py
 	@"$(BIN)/nbdev_proc_nbs"
 	@cd _proc && quarto render --no-cache

@@ -669,8 +669,8 @@ def _fold_title(source: str, has_output: bool) -> str: # "" where nothing is fol
 # %% ../../nbs/lab/20_documentation.ipynb #3ffdaf06
 def fold_tests(cell: Any) -> None:
     "Fold a cell that only tests or imports."
-    if cell.cell_type != "code" or not cell.source or re.match(r"#\| (echo|include)", cell.source):
-        return
+    said = re.match(r"#\| (echo|include|code-fold)", cell.source)      # it decides for itself
+    if cell.cell_type != "code" or not cell.source or said: return
     title = _fold_title(cell.source, bool(cell.get("outputs")))
     if title:
         cell.source = f'#| code-fold: true\n#| code-summary: "{title}"\n{cell.source}'

@@ -63,8 +63,8 @@ def _segment(verdict: str, n: int, link: str) -> str:
 def _key(counts: Mapping[str, int], link: str) -> str:
     "What stands below the bar: the verdicts by name."
     named = " ".join(f"{chip(v)} {n}" for v, n in counts.items())
-    total = sum(counts.values())
-    return f'{total} claims of the paper: {named} · <a href="{link}">the scorecard</a>'
+    total, where = sum(counts.values()), "all of them" if link.startswith("#") else "the scorecard"
+    return f'{total} claims of the paper: {named} · <a href="{link}">{where}</a>'
 
 # %% ../../nbs/lab/21_front.ipynb #96bc0a6f
 class VerdictBar:

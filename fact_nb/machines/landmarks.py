@@ -14,7 +14,7 @@ from scipy.linalg import blas
 from torch import Tensor
 
 from .direct import Solution, alternating_signs, symmetric_product
-from .iterative import cg
+from .iterative import block_cg, cg
 from .kernels import Kernel
 
 # %% ../../nbs/machines/16_landmarks.ipynb #6087b152
@@ -34,8 +34,8 @@ def solve_by_landmarks(
     pre = landmark_inverse(kernel, X, ridge, count)
     if pre is None: return None
     times, y = triangle_product(K), Y.T.contiguous()
-    rho, most = y.new_full((len(y),), ridge), _most_steps(len(y)) if steps is None else steps
-    a, reached, used = cg(times, lambda R, _: pre(R), y, rho, tol, most)
+    most = _most_steps(len(y)) if steps is None else steps
+    a, reached, used = _descended(times, pre, y, ridge, tol, most)
     if not bool((reached <= tol).all()): return None
     left = _left_over(times, a, y, ridge)
     if not left <= 10 * tol: return None
@@ -49,6 +49,16 @@ _FEW = 3 # targets: each has a product of its own
 def _most_steps(c: int) -> int:
     "With c targets, steps that cost about as much as a factor at n = 4000."
     return 60 if c <= _FEW else 30
+
+# %% ../../nbs/machines/16_landmarks.ipynb #lm000006
+_Map = Callable[[Tensor], Tensor] # c × n → c × n
+
+def _descended(times: _Map, pre: _Map, y: Tensor, ridge: float, tol: float,
+               most: int) -> tuple[Tensor, Tensor, int]: # a, residuals, steps
+    "Conjugate gradients, each target by itself or all together."
+    if len(y) > _FEW: return block_cg(times, pre, y, ridge, tol, most)
+    rho = y.new_full((len(y),), ridge)
+    return cg(times, lambda R, _: pre(R), y, rho, tol, most)
 
 # %% ../../nbs/machines/16_landmarks.ipynb #26ad32d6
 def _left_over(times: Callable[[Tensor], Tensor], a: Tensor, y: Tensor, ridge: float) -> float:
