@@ -627,7 +627,7 @@ def first_state(
 def _fitted(fit: Fit) -> Tensor: # n × c
     "Predictions at the training points, straight after the fit."
     p, s = fit.problem, fit.settings
-    if fit.residual <= 1e-4:
+    if fit.residual <= 3e-4:
         return p.Y - s.ridge * fit.alpha / (1 if p.w is None else p.w[:, None])
     if p.K is not None and p.w is None: return sym_matmul(p.K, p.K.diagonal(), fit.alpha)
     return replace(fit.predictor, flat=False)(p.X)
