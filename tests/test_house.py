@@ -163,3 +163,15 @@ def test_backticked_names_lead_to_their_place(path):
             led = entry[1].removeprefix("fact_nb/").removesuffix(".py").replace("/", ".")
             home = here if here in homes[name] else homes[name][0]
             assert led == home, f"`{name}` leads to {led}, its home is {home}"
+
+
+@pytest.mark.parametrize("package", ["", "data", "networks", "machines", "integrations", "lab"])
+def test_the_house_names_every_room(package):
+    "The table that a contributor reads first lists each module of each package, once."
+    house = nbformat.read(ROOT / "nbs" / "house.ipynb", 4)
+    table = next(c.source for c in house.cells if c.source.startswith("## Rooms"))
+    name = f"fact_nb.{package}".rstrip(".")
+    row = next(line for line in table.splitlines() if line.startswith(f"| `{name}` |"))
+    listed = re.findall(r"`(\w+)`", row.split("|")[2])
+    there = {m.rpartition(".")[2] for m in modules() if room(m) == package}
+    assert sorted(listed) == sorted(m for m in there if not m.startswith("_"))
