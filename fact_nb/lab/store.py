@@ -336,7 +336,7 @@ def once_per_result(table: _Table[_P, _T]) -> _Table[_P, _T]: # as a decorator
     name = f"{table.__module__}.{table.__qualname__}"
     @wraps(table)
     def kept(r: Result, *args: _P.args, **options: _P.kwargs) -> _T:
-        key = name, args, tuple(options.items())
+        key = (name, *args, *options.items()) if args or options else name
         if key not in r.tables:
             r.tables[key] = table(r, *args, **options)
         return r.tables[key]
