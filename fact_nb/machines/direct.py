@@ -252,7 +252,7 @@ def symmetric_product(
     diag: Tensor, # the diagonal of K
 ) -> Callable[[Tensor], Tensor]: # V, c × n → V K; the dtype of V is that of the sums
     "V → V K from the strict upper triangle and the diagonal."
-    blocks = [(i, e, _diagonal_block(A, diag, i, e)) for i, e in strips(len(A), 256)]
+    blocks = list(_strip_blocks(A, diag))
     parts = [blocks[i::4] for i in range(4)]            # of about the same size
     worth = A.device.type == "cpu" and len(blocks) > 8
     return lambda V: _summed(spread(partial(_by_strips, A, V), parts, worth))
@@ -265,8 +265,13 @@ def _diagonal_block(A: Tensor, diag: Tensor, i: int, e: int) -> Tensor: # (e −
     block.diagonal().copy_(diag[i:e])
     return block
 
+# %% ../../nbs/machines/05_direct.ipynb #di000004
+def _strip_blocks(A: Tensor, diag: Tensor) -> "_Blocks":
+    "The strips of K with their blocks on the diagonal, one after the other."
+    return ((i, e, _diagonal_block(A, diag, i, e)) for i, e in strips(len(A), 256))
+
 # %% ../../nbs/machines/05_direct.ipynb #di000001
-_Blocks = list[tuple[int, int, Tensor]] # first row, one past the last, the block on the diagonal
+_Blocks = Iterable[tuple[int, int, Tensor]] # first row, one past the last, block on the diagonal
 
 def _by_strips(A: Tensor, V: Tensor, blocks: _Blocks) -> Tensor: # c × n
     "What some strips add to V K."
@@ -275,6 +280,7 @@ def _by_strips(A: Tensor, V: Tensor, blocks: _Blocks) -> Tensor: # c × n
         S = A[i:e, e:].to(V)
         out[:, i:e].addmm_(V[:, i:e], block.to(V)).addmm_(V[:, e:], S.T)
         out[:, e:].addmm_(V[:, i:e], S)
+        del block                                       # before the next one is made
     return out
 
 # %% ../../nbs/machines/05_direct.ipynb #di000003
@@ -291,8 +297,8 @@ def sym_matmul(
     diag: Tensor, # the diagonal of K
     V: Tensor, # n × c; its dtype is that of the sums
 ) -> Tensor: # n × c
-    "K V from the strict upper triangle and the diagonal."
-    return symmetric_product(A, diag)(V.T.contiguous()).T
+    "K V from the strict upper triangle and the diagonal; no more than one block is kept."
+    return _by_strips(A, V.T.contiguous(), _strip_blocks(A, diag)).T
 
 # %% ../../nbs/machines/05_direct.ipynb #e8cb611d
 def restore_(
