@@ -13,7 +13,8 @@ import torch
 from scipy.linalg import blas
 from torch import Tensor
 
-from .direct import Solution, alternating_signs, symmetric_product
+from .direct import Solution, alternating_signs, inverse_of_lower
+from .direct import symmetric_product
 from .iterative import block_cg, cg
 from .kernels import Kernel
 
@@ -91,13 +92,8 @@ def landmark_inverse(
     rows = kernel(X[some], X)                           # m × n
     L, failed = torch.linalg.cholesky_ex(_propped(rows[:, some]))
     if failed: return None
-    F = _inverse_of(L) @ rows
+    F = inverse_of_lower(L) @ rows                      # faster than n triangular systems
     return _woodbury(F, _unexplained(kernel, X, F) + ridge)
-
-# %% ../../nbs/machines/16_landmarks.ipynb #lm000002
-def _inverse_of(L: Tensor) -> Tensor:
-    "L⁻¹: with n columns behind it, one product is twice as fast as n triangular systems."
-    return torch.linalg.solve_triangular(L, torch.eye(len(L)).to(L), upper=False)
 
 # %% ../../nbs/machines/16_landmarks.ipynb #589e38bb
 def _woodbury(F: Tensor, D: Tensor) -> Callable[[Tensor], Tensor] | None:
