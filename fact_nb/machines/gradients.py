@@ -48,7 +48,7 @@ def fact_core(
     alpha: Tensor, # n × c
     X: Tensor, # n × d
     radial: bool, # the kernel's family
-    less: Tensor | None = None, # n × n, symmetric: taken off ααᵀ
+    less: Tensor | None = None, # k × k, symmetric: taken off ααᵀ at the last k rows
 ) -> Tensor: # d × d, symmetric
     "S, with FACT = M S."
     n, d = X.shape
@@ -71,11 +71,19 @@ def _fact_strip(C: Coefs, alpha: Tensor, X: Tensor, radial: bool, less: Tensor |
     i, e = rows
     B = alpha[i:e] @ alpha[i:].T
     if less is not None:
-        B -= less[i:e, i:]
+        _take_off_(B, less, len(X) - len(less) - i)
     H = B.mul_(coef_strip(C, i, e))
     H[:, :e - i].mul_(.5)                               # the square on the diagonal
     part = X[i:e].T @ (H @ X[i:])
     return part, (H.sum(1), H.sum(0)) if radial else None
+
+# %% ../../nbs/machines/03_gradients.ipynb #03takeof
+def _take_off_(B: Tensor, less: Tensor, first: int) -> None:
+    "Take from a strip of ααᵀ what `less` has of it; its row `first` is the first of `less`."
+    a = max(first, 0)
+    rows = slice(a - first, len(B) - first)
+    if a < len(B):
+        B[a:, a:] -= less[rows, a - first:]
 
 # %% ../../nbs/machines/03_gradients.ipynb #811db00f
 def _fact_strips(C: Coefs, alpha: Tensor, X: Tensor, radial: bool,

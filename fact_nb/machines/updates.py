@@ -440,6 +440,8 @@ class Sight:
     prior: Prior | None # what a metric far from the identity costs; None: nothing
     diagonal: bool # is W a vector?
     free: bool # is the ridge learned too?
+    sampled: int = 512 # of them the last so many stand for all in the determinant's FACT
+    stiffness: float = 1. # of mixing two inputs, against weighing one, in the choice of a step
     room: tuple[Tensor, Tensor] | None = None # for K and C, used again at every look
 
 # %% ../../nbs/machines/04_updates.ipynb #7d139163
@@ -448,18 +450,31 @@ _LOG_RIDGE = (math.log(1e-4), math.log(30))
 def pack_point(
     W: Tensor, # d × d or d
     ridge: float, # ρ
+    stiffness: float = 1., # s, of the entries off the diagonal
 ) -> Tensor:
     "W and log ρ in one vector."
-    return torch.cat([W.flatten(), W.new_full((1,), math.log(max(ridge, 1e-4)))])
+    flat = _stretched(W, stiffness**.5).flatten()
+    return torch.cat([flat, W.new_full((1,), math.log(max(ridge, 1e-4)))])
+
+# %% ../../nbs/machines/04_updates.ipynb #04stretc
+def _stretched(W: Tensor, by: float) -> Tensor: # like W
+    "W, its entries off the diagonal multiplied."
+    if W.ndim == 1: return W
+    out = W * by
+    out.diagonal().copy_(W.diagonal())
+    return out
 
 # %% ../../nbs/machines/04_updates.ipynb #316be3db
 def unpack_point(
     z: Tensor, # from `pack_point`
     diagonal: bool, # is W a vector?
+    stiffness: float = 1., # s, as it was packed
 ) -> tuple[Tensor, float]: # W, ρ
     "W and ρ of such a vector."
-    d = len(z) - 1 if diagonal else math.isqrt(len(z) - 1)
-    return z[:-1] if diagonal else z[:-1].view(d, d), math.exp(float(z[-1]))
+    ridge = math.exp(float(z[-1]))
+    if diagonal: return z[:-1], ridge
+    d = math.isqrt(len(z) - 1)
+    return _stretched(z[:-1].view(d, d), stiffness**-.5), ridge
 
 # %% ../../nbs/machines/04_updates.ipynb #4c755eb9
 class EvidenceLook(NamedTuple):
@@ -474,7 +489,7 @@ def look_at(
     z: Tensor, # W and log ρ, from `pack_point`
 ) -> EvidenceLook:
     "One kernel matrix and one factor; K and C stay in the sight's memory."
-    W, ridge = unpack_point(z, s.diagonal)
+    W, ridge = unpack_point(z, s.diagonal, s.stiffness)
     seen = evidence(_kernel_matrix(s, W), ridge, s.Y, s.w)
     if seen is None: return EvidenceLook(z, math.inf, None)
     paid = 0. if s.prior is None else s.prior.value(W) / seen.rows
@@ -503,25 +518,34 @@ def evidence_gradient(
 ) -> Tensor: # like at.z
     "∇(F + π/n) in W and log ρ, as @eq-evidence-gradient has it."
     assert at.seen is not None and s.room is not None, "there is no gradient without a fit"
-    W, ridge = unpack_point(at.z, s.diagonal)
-    inverse = inverse_of(at.seen.factor)
+    W, ridge = unpack_point(at.z, s.diagonal, s.stiffness)
+    inverse = _last_of_inverse(at.seen.factor, s.sampled)
     slope = _ridge_slope(at.seen, inverse.diagonal(), ridge, s.w) if s.free else 0.
-    g = _metric_gradient(s, W, at.seen, inverse)
+    g = _stretched(_metric_gradient(s, W, at.seen, inverse), s.stiffness**-.5)
     return torch.cat([g.flatten(), g.new_full((1,), slope)])
+
+# %% ../../nbs/machines/04_updates.ipynb #04lastin
+def _last_of_inverse(factor: Tensor, k: int) -> Tensor: # k × k, or n × n if there are fewer rows
+    "The last k rows and columns of A⁻¹, from the last block of its factor."
+    t = max(len(factor) - k, 0)
+    return inverse_of(factor[t:, t:])
 
 # %% ../../nbs/machines/04_updates.ipynb #a1d51a6a
 def _ridge_slope(seen: Likelihood, D: Tensor, ridge: float, w: Tensor | None) -> float:
-    "∂F/∂log ρ; D is the diagonal of A⁻¹."
-    wide = dtype_for(D.device)
+    "∂F/∂log ρ; D is the diagonal of A⁻¹, or of its last block."
+    wide, n = dtype_for(D.device), len(seen.alpha)
     u = torch.ones_like(seen.alpha[:, :1]) if w is None else w.sqrt()[:, None]
-    spread = float(D.to(wide).sum()) + (seen.rows - len(D)) / ridge
+    spread = n * float(D.to(wide).mean()) + (seen.rows - n) / ridge
     size = float((seen.alpha / u).to(wide).square().sum())
     return ridge * (spread / seen.rows - size / seen.fitted) / 2
 
 # %% ../../nbs/machines/04_updates.ipynb #be556c31
 def _metric_gradient(s: Sight, W: Tensor, seen: Likelihood, inverse: Tensor) -> Tensor: # like W
-    "∇(F + π/n) in W; the inverse is overwritten."
-    less = weigh_(inverse.mul_(seen.fitted / seen.rows), s.w)
+    "∇(F + π/n) in W; the inverse, or its last block, is overwritten."
+    n, k = len(s.X), len(inverse)
+    pairs = n * (n - 1) / max(k * (k - 1), 1)           # all, for each that is sampled
+    less = inverse.mul_(pairs * seen.fitted / seen.rows)
+    weigh_(less, None if s.w is None else s.w[n - k:])
     S = fact_core(_room_of(s)[1], seen.alpha, s.X, s.kernel.radial, less).to(W)
     g = (W * S.diagonal() if s.diagonal else W @ S) / -seen.fitted
     return g if s.prior is None else g + s.prior.pull(W) / seen.rows
@@ -577,26 +601,33 @@ def _evidence_step(s: Sight, way: Way, here: EvidenceLook) -> tuple[Way, Evidenc
 # %% ../../nbs/machines/04_updates.ipynb #c1c1013d
 def sight_of(
     fit: "Fit", # the one just made
-    prior: Prior | None, # what a metric far from the identity costs; None: nothing
-    rows: int, # at most so many, drawn at random
+    rule: "Evidence", # how it is looked at
 ) -> Sight:
     "The rows of a fit that are looked at."
     p, s = fit.problem, fit.settings
-    X, Y, w = centred(p.X, s.kernel.radial), p.Y, p.w
-    if len(X) > rows:
-        some = random_order(len(X), s.seed)[:rows].sort().values.to(X.device)
-        X, Y, w = X[some], Y[some], None if w is None else w[some]
-    if len(X) > 512:
+    some = _looked_at(len(p.X), rule, s.seed).to(p.X.device)
+    X, Y = centred(p.X, s.kernel.radial)[some], p.Y[some]
+    w = None if p.w is None else p.w[some]
+    if len(p.X) > 512:
         X, Y, w = X.float(), Y.float(), None if w is None else w.float()
-    return Sight(s.kernel, X, Y, w, prior, fit.M.ndim == 1, p.free_ridge)
+    return Sight(s.kernel, X, Y, w, rule.prior, fit.M.ndim == 1, p.free_ridge, rule.sampled,
+                 rule.stiffness)
+
+# %% ../../nbs/machines/04_updates.ipynb #04looked
+def _looked_at(n: int, rule: "Evidence", seed: int) -> Tensor:
+    "Which of n rows are looked at, and in which order: the last ones stand for all."
+    if n > rule.rows: return random_order(n, seed)[:rule.rows]
+    return random_order(n, 0) if n > rule.sampled else torch.arange(n)
 
 # %% ../../nbs/machines/04_updates.ipynb #9f997c92
 @dataclass(frozen=True)
 class Evidence(UpdateRule):
     "Steps that raise the evidence of the targets, with a prior on W; the ridge is learned too."
-    steps: int = 10 # of one update
+    steps: int = 7 # of one update
     prior: Prior | None = Prior() # None: the evidence alone
     rows: int = 2000 # at most so many are looked at
+    sampled: int = 512 # so many of them stand for all in the determinant's part of the gradient
+    stiffness: float = 3. # how much shorter a step is in what mixes two inputs
     rescales: ClassVar[bool] = False
     usual: ClassVar[int] = 1
     criterion: ClassVar[str] = "evidence"
@@ -604,6 +635,8 @@ class Evidence(UpdateRule):
     def __post_init__(self) -> None:
         check_number(self.steps, "steps", low=1, whole=True)
         check_number(self.rows, "rows", low=2, whole=True)
+        check_number(self.sampled, "sampled", low=2, whole=True)
+        check_number(self.stiffness, "stiffness", above=0)
 
     def starts(
         self,
@@ -612,12 +645,12 @@ class Evidence(UpdateRule):
         "Where to begin."
         if fit.memory: return [Way(**fit.memory)]
         W = root_of(fit.M)
-        return [Way(pack_point(W, ridge)) for ridge in _first_ridges(fit)]
+        return [Way(pack_point(W, ridge, self.stiffness)) for ridge in _first_ridges(fit)]
 
     def propose(self, fit: "Fit") -> Tensor | None:
-        sight, limit = sight_of(fit, self.prior, self.rows), fit.problem.deadline
+        sight, limit = sight_of(fit, self), fit.problem.deadline
         ends = [raise_evidence(sight, way, self.steps, limit) for way in self.starts(fit)]
-        return _go_on_from(fit, *min(ends, key=lambda end: end[1][-1]))
+        return _go_on_from(fit, sight, *min(ends, key=lambda end: end[1][-1]))
 
     def ridge_for(self, fit: "Fit") -> float | None:
         if not fit.problem.free_ridge or not fit.memory: return None
@@ -631,12 +664,12 @@ def _first_ridges(fit: "Fit") -> list[float]:
     return [ridge, .01] if lost else [ridge]
 
 # %% ../../nbs/machines/04_updates.ipynb #e34518b0
-def _go_on_from(fit: "Fit", way: Way, values: list[float]) -> Tensor | None: # None: no step
-    "The metric at the end of a way, which the fit remembers."
+def _go_on_from(fit: "Fit", s: Sight, way: Way, values: list[float]) -> Tensor | None:
+    "The metric at the end of a way, which the fit remembers; None: no step."
     fit.memory = dict(vars(way))
     fit.row |= dict(criterion=values[-1], steps=len(values) - 1)
     if len(values) == 1: return None
-    return metric_of(unpack_point(way.W, fit.M.ndim == 1)[0])
+    return metric_of(unpack_point(way.W, s.diagonal, s.stiffness)[0])
 
 # %% ../../nbs/machines/04_updates.ipynb #b5569f8c
 UPDATES = ("fact", "nfa", "stable", "evidence") # the names
