@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Solution', 'solve', 'solve_grid', 'check_system', 'check_matrix', 'strips', 'inverse_of_lower', 'cholesky_',
            'cho_solve', 'symmetric_product', 'sym_matmul', 'restore_', 'lower_factor', 'inverse_of', 'gram_of',
-           'alternating_signs', 'eig_solve', 'refine_', 'shift_solve', 'shift_steps']
+           'alternating_signs', 'residual_of', 'eig_solve', 'refine_', 'shift_solve', 'shift_steps']
 
 # %% ../../nbs/machines/05_direct.ipynb #32c5ba25
 import math
@@ -214,7 +214,7 @@ def _panel_width(A: Tensor) -> int:
 def _lapack_takes(A: Tensor) -> bool:
     "Numbers and memory that LAPACK takes as they are, and enough of them to pay?"
     known = A.device.type == "cpu" and A.dtype in (torch.float32, torch.float64)
-    return known and A.is_contiguous() and len(A) > 512
+    return known and A.is_contiguous() and len(A) >= 512
 
 # %% ../../nbs/machines/05_direct.ipynb #c3f73af6
 def _suits_lapack(A: Tensor) -> bool:
@@ -319,9 +319,10 @@ def restore_(
 def lower_factor(
     K: Tensor, # n × n; its upper triangle is read
     ridge: float, # added to the diagonal
+    out: Tensor | None = None, # n × n, for the factor; None: memory of its own
 ) -> tuple[Tensor, int]: # L in a lower triangle, and 0 or the column that failed
-    "L with L Lᵀ = K + ridge·I, in memory of its own."
-    A = K.clone(memory_format=torch.contiguous_format)
+    "L with L Lᵀ = K + ridge·I; K stays as it is."
+    A = K.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(K)
     A.diagonal().add_(ridge)
     if _lapack_takes(A): return A.mT, _potrf_(A, lower=1)
     L, failed = torch.linalg.cholesky_ex(A.mT)
@@ -357,11 +358,17 @@ def alternating_signs(
     return w
 
 # %% ../../nbs/machines/05_direct.ipynb #7f849349
-def _residual(S: _System, ridge: float, alpha: Tensor) -> float:
+def residual_of(
+    K: Tensor, # n × n; its strict upper triangle is read
+    diag: Tensor, # the diagonal of K
+    Y: Tensor, # n × c
+    ridge: float, # added to the diagonal
+    alpha: Tensor, # n × c, what solves the system
+) -> float:
     "‖(K + ridge)αw − Yw‖ / ‖Yw‖."
-    w = alternating_signs(S.Y)
-    y, a = S.Y @ w, alpha.to(S.Y) @ w
-    error = sym_matmul(S.A, S.diag, a) + ridge * a - y
+    w = alternating_signs(Y)
+    y, a = Y @ w, alpha.to(Y) @ w
+    error = sym_matmul(K, diag, a) + ridge * a - y
     return float(error.norm() / y.norm().clamp(min=torch.finfo(y.dtype).tiny))
 
 # %% ../../nbs/machines/05_direct.ipynb #d076a3b5
@@ -484,7 +491,7 @@ def _checked(S: _System, answer: _Answer, ridge: float, start: float) -> Solutio
     "A Solution with its residual and its time."
     alpha, method, note, steps = answer
     _check_alpha(alpha)
-    residual = _residual(S, ridge, alpha)
+    residual = residual_of(S.A, S.diag, S.Y, ridge, alpha)
     return Solution(alpha, method, ridge, residual, note, time.perf_counter() - start, steps)
 
 # %% ../../nbs/machines/05_direct.ipynb #e12ae6e9

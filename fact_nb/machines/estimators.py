@@ -221,8 +221,9 @@ def _precision(est: _Machine, X: Any, where: torch.device) -> torch.dtype:
 # %% ../../nbs/machines/00_estimators.ipynb #3c90e1ab
 def _single_is_enough(est: _Machine, n: int) -> bool:
     "Is there nothing that double precision would add?"
-    plain = est.update in ("fact", "nfa") and est.solver == "auto"
-    return plain and n > 512 and isinstance(est.ridge, Real) and est.ridge >= 1e-3
+    plain = est.update in ("fact", "nfa", "evidence") and est.solver == "auto"
+    large = est.ridge is None or isinstance(est.ridge, Real) and est.ridge >= 1e-3
+    return plain and n > 512 and large
 
 # %% ../../nbs/machines/00_estimators.ipynb #ffd1e2e0
 def _describe(est: _Machine) -> None:

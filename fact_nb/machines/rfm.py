@@ -154,6 +154,7 @@ class Problem:
     holder: "Fit | None" = None # whose coefficients are in it
     plan: SolverPlan | None = None # how to solve, decided at the first fit
     ready: "tuple[Tensor, Fit] | None" = None # a metric on trial, and its fit
+    sight: Any = None # what an update rule keeps of the data from one step to the next
     factors: bool = False # did conjugate gradients fail on these data?
     free_ridge: bool = False # may an update change the ridge?
     deadline: float = math.inf # of `perf_counter`: no update is begun after it
@@ -668,6 +669,8 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
     "The fit of the present metric; None if it failed and the run has to end."
     ready = _ready(p, state.M)
     if ready is not None: return ready
+    own = _fit_of_rule(_with_ridge(s, state.ridge), p, state.M)
+    if own is not None: return own
     last = state.seen.last
     coef = state.t < s.iters or s.rule.looks
     start = None if last is None else last.alpha
@@ -677,6 +680,17 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
         if last is None: raise
         _give_up(state, f"the fit failed ({e})")
         return None
+
+# %% ../../nbs/machines/01_rfm.ipynb #01ruleown
+def _fit_of_rule(s: Settings, p: Problem, M: Tensor) -> Fit | None: # None: there is none
+    "The fit that the update rule has at hand."
+    W = root_of(M)
+    try:
+        found = s.rule.solution(s, p, M, W)
+    except torch.OutOfMemoryError:
+        p.sight = None                                  # the solvers may do with less
+        return None
+    return None if found is None else _fit_of(s, p, M, W, found)
 
 # %% ../../nbs/machines/01_rfm.ipynb #20957532
 def _with_ridge(s: Settings, ridge: float | None) -> Settings:
@@ -854,10 +868,11 @@ _CRITERIA: dict[str, type[Criterion]] = dict(evidence=EvidenceOf, loo=LooOf)
 def ridge_at_identity(
     s: Settings, # with the kernel's bandwidth set
     p: Problem, # the data
-    most: int = 2000, # rows that are looked at
+    most: int | None = None, # rows that are looked at; None: as many as the rule wants
 ) -> float:
     "The ridge that the rule's criterion prefers at M = I."
-    X, Y, w = _some_rows(p, most, s.seed)
+    wanted = s.rule.ridge_rows if s.iters else 2000
+    X, Y, w = _some_rows(p, most or wanted, s.seed)
     K = evaluate_pairs(s.kernel, pairs(X, None, None, s.kernel.radial), mirror=False)
     _weigh_(K, w)
     return best_ridge(_CRITERIA[s.rule.criterion](), K, Y, w)

@@ -18,7 +18,7 @@ import torch
 from scipy.linalg import lapack
 from torch import Tensor
 
-from .direct import lower_factor
+from .direct import cho_solve, lower_factor
 from ..runtime import dtype_for
 
 # %% ../../nbs/machines/08_selection.ipynb #6084d927
@@ -160,12 +160,13 @@ def evidence(
     ridge: float, # ρ
     Y: Tensor, # n × c targets
     w: Tensor | None = None, # n sample weights
+    room: Tensor | None = None, # n × n, for the factor; None: memory of its own
 ) -> Likelihood | None: # None: A cannot be factored in this precision
     "How probable the targets are under this matrix and this ridge."
-    factor, failed = lower_factor(K, ridge)
+    factor, failed = lower_factor(K, ridge, room)
     if failed: return None
     u = 1. if w is None else w.sqrt()[:, None]
-    alpha = u * torch.cholesky_solve(u * Y, factor)
+    alpha = u * cho_solve(factor, u * Y)
     rows = float(len(Y)) if w is None else float(w.sum())
     return _likelihood(Y, alpha, factor, ridge, rows)
 

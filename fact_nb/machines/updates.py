@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..arguments import check_number
 from ..linalg import psd_power, sym, sym_sqrt
-from .direct import inverse_of
+from .direct import Solution, inverse_of, residual_of
 from .gradients import centred, fact_core
 from .kernels import Kernel, evaluate_both
 from .kernels import pairs as pairs_of
@@ -28,7 +28,7 @@ from ..runtime import dtype_for
 
 # %% ../../nbs/machines/04_updates.ipynb #939fa2ce
 if TYPE_CHECKING:
-    from fact_nb.machines.rfm import Fit, Settings
+    from fact_nb.machines.rfm import Fit, Problem, Settings
 
 # %% ../../nbs/machines/04_updates.ipynb #73a56292
 def fact_update(
@@ -94,6 +94,11 @@ class UpdateRule:
     usual: ClassVar[int] = 3 # updates, where none were asked for
     criterion: ClassVar[str] = "loo" # what chooses a ridge at M = I that was left open
 
+    @property
+    def ridge_rows(self) -> int:
+        "On at most so many rows it is chosen."
+        return 2000
+
     def check(
         self,
         s: "Settings", # of the machine
@@ -119,6 +124,16 @@ class UpdateRule:
     ) -> Tensor | None: # None: nothing better was found
         "The next metric, before it is rescaled."
         raise NotImplementedError(f"{type(self).__name__} must define propose(fit)")
+
+    def solution(
+        self,
+        s: "Settings", # with the ridge of the fit
+        p: "Problem", # the data
+        M: Tensor, # d × d or d
+        W: Tensor, # M^½
+    ) -> Solution | None: # None: the machine solves the system
+        "α of a metric, where the rule has it at hand."
+        return None
 
     def ridge_for(
         self,
@@ -442,7 +457,10 @@ class Sight:
     free: bool # is the ridge learned too?
     sampled: int = 512 # of them the last so many stand for all in the determinant's FACT
     stiffness: float = 1. # of mixing two inputs, against weighing one, in the choice of a step
-    room: tuple[Tensor, Tensor] | None = None # for K and C, used again at every look
+    order: Tensor | None = None # which rows of the table they are
+    room: tuple[Tensor, Tensor, Tensor] | None = None # for K, C and the factor, used again
+    at: "EvidenceLook | None" = None # the last look, whose matrices these are
+    place: tuple[Tensor, Tensor] | None = None # the metric proposed last, and its point
 
 # %% ../../nbs/machines/04_updates.ipynb #7d139163
 _LOG_RIDGE = (math.log(1e-4), math.log(30))
@@ -488,9 +506,17 @@ def look_at(
     s: Sight, # the rows that are looked at
     z: Tensor, # W and log ρ, from `pack_point`
 ) -> EvidenceLook:
-    "One kernel matrix and one factor; K and C stay in the sight's memory."
+    "One kernel matrix and one factor; K, C and the factor stay in the sight's memory."
+    if s.at is None or not torch.equal(s.at.z, z):
+        s.at = _new_look(s, z)
+    return s.at
+
+# %% ../../nbs/machines/04_updates.ipynb #04newlook
+def _new_look(s: Sight, z: Tensor) -> EvidenceLook:
+    "The criterion at a point that was not looked at before."
     W, ridge = unpack_point(z, s.diagonal, s.stiffness)
-    seen = evidence(_kernel_matrix(s, W), ridge, s.Y, s.w)
+    K = _kernel_matrix(s, W)
+    seen = evidence(K, ridge, s.Y, s.w, _room_of(s)[2])
     if seen is None: return EvidenceLook(z, math.inf, None)
     paid = 0. if s.prior is None else s.prior.value(W) / seen.rows
     return EvidenceLook(z, seen.F + paid, seen)
@@ -500,15 +526,15 @@ def _kernel_matrix(s: Sight, W: Tensor) -> Tensor: # n × n
     "K, or with weights uKu, at the metric WᵀW."
     Z = s.X * W.to(s.X) if s.diagonal else s.X @ W.T.to(s.X)
     P = pairs_of(Z, None, None, s.kernel.radial)
-    K, _ = evaluate_both(s.kernel, P, *_room_of(s), mirror=False)
+    K, _ = evaluate_both(s.kernel, P, *_room_of(s)[:2], mirror=False)
     return weigh_(K, s.w)
 
 # %% ../../nbs/machines/04_updates.ipynb #0e1452d1
-def _room_of(s: Sight) -> tuple[Tensor, Tensor]: # each n × n
-    "The memory for K and C, taken at the first look."
+def _room_of(s: Sight) -> tuple[Tensor, Tensor, Tensor]: # each n × n
+    "The memory for K, C and the factor, taken at the first look."
     n = len(s.X)
     if s.room is None:
-        s.room = s.X.new_empty(n, n), s.X.new_empty(n, n)
+        s.room = s.X.new_empty(n, n), s.X.new_empty(n, n), s.X.new_empty(n, n)
     return s.room
 
 # %% ../../nbs/machines/04_updates.ipynb #38252cc3
@@ -600,18 +626,25 @@ def _evidence_step(s: Sight, way: Way, here: EvidenceLook) -> tuple[Way, Evidenc
 
 # %% ../../nbs/machines/04_updates.ipynb #c1c1013d
 def sight_of(
-    fit: "Fit", # the one just made
+    s: "Settings", # with the kernel's bandwidth set
+    p: "Problem", # the data; they keep the sight
     rule: "Evidence", # how it is looked at
 ) -> Sight:
-    "The rows of a fit that are looked at."
-    p, s = fit.problem, fit.settings
-    some = _looked_at(len(p.X), rule, s.seed).to(p.X.device)
-    X, Y = centred(p.X, s.kernel.radial)[some], p.Y[some]
-    w = None if p.w is None else p.w[some]
+    "The rows of a table that are looked at."
+    if p.sight is None:
+        p.sight = _new_sight(s, p, rule)
+    return p.sight
+
+# %% ../../nbs/machines/04_updates.ipynb #04newsigh
+def _new_sight(s: "Settings", p: "Problem", rule: "Evidence") -> Sight:
+    "The same, without a look."
+    order = _looked_at(len(p.X), rule, s.seed).to(p.X.device)
+    X, Y = centred(p.X, s.kernel.radial)[order], p.Y[order]
+    w = None if p.w is None else p.w[order]
     if len(p.X) > 512:
         X, Y, w = X.float(), Y.float(), None if w is None else w.float()
-    return Sight(s.kernel, X, Y, w, rule.prior, fit.M.ndim == 1, p.free_ridge, rule.sampled,
-                 rule.stiffness)
+    return Sight(s.kernel, X, Y, w, rule.prior, s.diagonal, p.free_ridge, rule.sampled,
+                 rule.stiffness, order)
 
 # %% ../../nbs/machines/04_updates.ipynb #04looked
 def _looked_at(n: int, rule: "Evidence", seed: int) -> Tensor:
@@ -638,19 +671,25 @@ class Evidence(UpdateRule):
         check_number(self.sampled, "sampled", low=2, whole=True)
         check_number(self.stiffness, "stiffness", above=0)
 
+    @property
+    def ridge_rows(self) -> int: return self.sampled
+
     def starts(
         self,
         fit: "Fit", # the one just made
     ) -> list[Way]:
         "Where to begin."
         if fit.memory: return [Way(**fit.memory)]
-        W = root_of(fit.M)
-        return [Way(pack_point(W, ridge, self.stiffness)) for ridge in _first_ridges(fit)]
+        return [Way(pack_point(fit.W, ridge, self.stiffness)) for ridge in _first_ridges(fit)]
 
     def propose(self, fit: "Fit") -> Tensor | None:
-        sight, limit = sight_of(fit, self), fit.problem.deadline
+        sight, limit = sight_of(fit.settings, fit.problem, self), fit.problem.deadline
         ends = [raise_evidence(sight, way, self.steps, limit) for way in self.starts(fit)]
         return _go_on_from(fit, sight, *min(ends, key=lambda end: end[1][-1]))
+
+    def solution(self, s: "Settings", p: "Problem", M: Tensor, W: Tensor) -> Solution | None:
+        if not _sees_all(self, s, p): return None
+        return _solution_at(sight_of(s, p, self), s, M, W)
 
     def ridge_for(self, fit: "Fit") -> float | None:
         if not fit.problem.free_ridge or not fit.memory: return None
@@ -669,7 +708,33 @@ def _go_on_from(fit: "Fit", s: Sight, way: Way, values: list[float]) -> Tensor |
     fit.memory = dict(vars(way))
     fit.row |= dict(criterion=values[-1], steps=len(values) - 1)
     if len(values) == 1: return None
-    return metric_of(unpack_point(way.W, s.diagonal, s.stiffness)[0])
+    M = metric_of(unpack_point(way.W, s.diagonal, s.stiffness)[0])
+    s.place = M, way.W
+    return M
+
+# %% ../../nbs/machines/04_updates.ipynb #04seesal
+def _sees_all(rule: Evidence, s: "Settings", p: "Problem") -> bool:
+    "Are the looks the fits that are asked for?"
+    if len(p.X) > rule.rows or (len(p.X) > 512 and p.X.dtype != torch.float32): return False
+    return s.solver == "auto" and not s.selection.needs_matrix and s.ridge >= math.exp(_LOG_RIDGE[0])
+
+# %% ../../nbs/machines/04_updates.ipynb #04solutn
+def _solution_at(sight: Sight, s: "Settings", M: Tensor, W: Tensor) -> Solution | None:
+    "α of a metric by a look, often by the last one; None where there is no factor."
+    known = sight.place is not None and sight.place[0] is M
+    z = sight.place[1] if known else pack_point(W, s.ridge, sight.stiffness)
+    seen = look_at(sight, z).seen
+    if seen is None: return None
+    alpha = torch.empty_like(seen.alpha)
+    alpha[sight.order] = seen.alpha
+    return Solution(alpha, "cholesky", s.ridge, _residual_at(sight, seen, s.ridge))
+
+# %% ../../nbs/machines/04_updates.ipynb #04residu
+def _residual_at(s: Sight, seen: Likelihood, ridge: float) -> float:
+    "How well α solves the system whose K is in the sight's memory."
+    K = _room_of(s)[0]
+    u = torch.ones_like(s.Y[:, :1]) if s.w is None else s.w.sqrt()[:, None]
+    return residual_of(K, K.diagonal(), u * s.Y, ridge, seen.alpha / u)
 
 # %% ../../nbs/machines/04_updates.ipynb #b5569f8c
 UPDATES = ("fact", "nfa", "stable", "evidence") # the names
