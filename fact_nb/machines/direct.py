@@ -331,12 +331,13 @@ def lower_factor(
 # %% ../../nbs/machines/05_direct.ipynb #3eb8bfee
 def inverse_of(
     factor: Tensor, # n × n, lower triangle L
+    mirror: bool = True, # False: the upper triangle is enough
 ) -> Tensor: # n × n
-    "(L Lᵀ)⁻¹, both triangles."
+    "(L Lᵀ)⁻¹."
     A = factor.mT.clone(memory_format=torch.contiguous_format)
     if not _lapack_takes(A): return torch.cholesky_inverse(factor)
     _lapack_call("potri", A)(A.numpy().T, lower=1, overwrite_c=1)
-    return restore_(A, A.diagonal().clone())
+    return restore_(A, A.diagonal().clone()) if mirror else A
 
 # %% ../../nbs/machines/05_direct.ipynb #eccbde62
 def gram_of(

@@ -48,7 +48,7 @@ def fact_core(
     alpha: Tensor, # n × c
     X: Tensor, # n × d
     radial: bool, # the kernel's family
-    less: Tensor | None = None, # k × k, symmetric: taken off ααᵀ at the last k rows
+    less: Tensor | None = None, # k × k, upper triangle: taken off ααᵀ at the last k rows
 ) -> Tensor: # d × d, symmetric
     "S, with FACT = M S."
     n, d = X.shape
@@ -81,9 +81,8 @@ def _fact_strip(C: Coefs, alpha: Tensor, X: Tensor, radial: bool, less: Tensor |
 def _take_off_(B: Tensor, less: Tensor, first: int) -> None:
     "Take from a strip of ααᵀ what `less` has of it; its row `first` is the first of `less`."
     a = max(first, 0)
-    rows = slice(a - first, len(B) - first)
     if a < len(B):
-        B[a:, a:] -= less[rows, a - first:]
+        B[a:, a:] -= coef_strip(less, a - first, len(B) - first)
 
 # %% ../../nbs/machines/03_gradients.ipynb #811db00f
 def _fact_strips(C: Coefs, alpha: Tensor, X: Tensor, radial: bool,

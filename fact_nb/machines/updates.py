@@ -552,9 +552,9 @@ def evidence_gradient(
 
 # %% ../../nbs/machines/04_updates.ipynb #04lastin
 def _last_of_inverse(factor: Tensor, k: int) -> Tensor: # k × k, or n × n if there are fewer rows
-    "The last k rows and columns of A⁻¹, from the last block of its factor."
+    "The last k rows and columns of A⁻¹ (their upper triangle), from the last block of its factor."
     t = max(len(factor) - k, 0)
-    return inverse_of(factor[t:, t:])
+    return inverse_of(factor[t:, t:], mirror=False)
 
 # %% ../../nbs/machines/04_updates.ipynb #a1d51a6a
 def _ridge_slope(seen: Likelihood, D: Tensor, ridge: float, w: Tensor | None) -> float:
