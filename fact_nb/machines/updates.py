@@ -455,7 +455,7 @@ class Sight:
     prior: Prior | None # what a metric far from the identity costs; None: nothing
     diagonal: bool # is W a vector?
     free: bool # is the ridge learned too?
-    sampled: int = 512 # of them the last so many stand for all in the determinant's FACT
+    sampled: int = 384 # of them the last so many stand for all in the determinant's FACT
     stiffness: float = 1. # of mixing two inputs, against weighing one, in the choice of a step
     order: Tensor | None = None # which rows of the table they are
     room: tuple[Tensor, Tensor, Tensor] | None = None # for K, C and the factor, used again
@@ -659,7 +659,7 @@ class Evidence(UpdateRule):
     steps: int = 7 # of one update
     prior: Prior | None = Prior() # None: the evidence alone
     rows: int = 2000 # at most so many are looked at
-    sampled: int = 512 # so many of them stand for all in the determinant's part of the gradient
+    sampled: int = 384 # so many of them stand for all in the determinant's part of the gradient
     stiffness: float = 3. # how much shorter a step is in what mixes two inputs
     rescales: ClassVar[bool] = False
     usual: ClassVar[int] = 1
