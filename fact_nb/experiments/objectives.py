@@ -29,7 +29,7 @@ from ..lab.store import Result
 from ..machines.kernels import Gaussian, Kernel, Quadratic
 from ..machines.objectives import Gcv, Ladder, LogEvidence, MetricCriterion, Press
 from ..machines.rfm import RFM
-from ..machines.updates import Descent, Fact, Nfa, UpdateRule
+from ..machines.updates import Descent, Evidence, Fact, Nfa, UpdateRule
 from ..runtime import one_thread
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0011
@@ -218,7 +218,8 @@ def best_of(
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0031
 MODELS: dict[str, dict[str, Any]] = dict(
-    press=dict(update=Ladder()), evidence=dict(),
+    press=dict(update=Ladder()),
+    evidence=dict(update=Evidence(steps=10, sampled=2000, stiffness=1.)),
     geometric=dict(update="fact", iters=3, ridge=1e-2), identity=dict(update="fact", iters=0))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0032
