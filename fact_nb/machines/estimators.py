@@ -358,15 +358,17 @@ def _speed(dtype: torch.dtype) -> float: # operations a second
 def _work(m: RFM, n: int, d: int, c: int) -> float:
     "Operations of a fit: factors, and products with the points."
     once = n**3 / 3 + 2 * n**2 * (d + c + 20)
-    if isinstance(m.rule, Evidence): return (m.iters + 1) * once + _look_work(m, m.rule, n, d, c)
-    return (m.iters + 1) * (once + 2 * n**2 * d)
+    if not isinstance(m.rule, Evidence): return (m.iters + 1) * (once + 2 * n**2 * d)
+    fits = m.iters + 1 if n > m.rule.rows else 0        # else they are among the looks
+    return fits * once + _look_work(m, m.rule, n, d, c)
 
 # %% ../../nbs/machines/00_estimators.ipynb #b6762f7d
 def _look_work(m: RFM, rule: Evidence, n: int, d: int, c: int) -> float:
-    "Operations of all that evidence looks at."
-    k = min(n, rule.rows)
-    look = k**3 + 4 * k**2 * (d + c + 20)
-    return (1.3 * rule.steps * m.iters + 2) * look
+    "Operations of all that evidence looks at: 1.3 looks and a gradient a step."
+    k, sampled = min(n, rule.rows), min(n, rule.sampled)
+    look = k**3 / 3 + 2 * k**2 * (d + c + 20)
+    step = 1.3 * look + 2 * sampled**3 / 3 + 2 * k**2 * (d + c)
+    return 2 * look + rule.steps * m.iters * step
 
 # %% ../../nbs/machines/00_estimators.ipynb #fc9bf6bb
 def _estimate(m: RFM, X: Tensor, Y: Tensor, memory: float | None) -> FitEstimate:
@@ -765,7 +767,9 @@ def as_probability(
     sharpness: float = 6., # a
 ) -> np.ndarray: # m × c, rows sum to 1
     "Scores to probabilities: positive, increasing in each score, normalised."
-    return softmax(sharpness * np.asarray(S, dtype=np.float64), axis=1)
+    S = np.asarray(S, dtype=np.float64)
+    behind = S - S.max(axis=1, keepdims=True)           # first: then rounding keeps the order
+    return softmax(sharpness * behind, axis=1)
 
 # %% ../../nbs/machines/00_estimators.ipynb #e2a2b960
 @torch.no_grad()

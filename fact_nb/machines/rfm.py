@@ -459,7 +459,7 @@ def _fit_by(plan: SolverPlan, s: Settings, p: Problem, M: Tensor, alpha0: Tensor
 # %% ../../nbs/machines/01_rfm.ipynb #99ce3c43
 def _fit_of(s: Settings, p: Problem, M: Tensor, W: Tensor, sol: Solution) -> Fit:
     "A solution as a fit; the note begins with the plan's reason."
-    note = "" if p.plan is None else noted(p.plan, sol.note)
+    note = sol.note if p.plan is None else noted(p.plan, sol.note)
     return Fit(s, p, M, W, sol.alpha.to(p.Y).view_as(p.Y), sol.method, note, sol.residual)
 
 # %% ../../nbs/machines/01_rfm.ipynb #8fad6fa5

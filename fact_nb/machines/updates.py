@@ -23,7 +23,9 @@ from .direct import Solution, inverse_of, residual_of
 from .gradients import centred, fact_core
 from .kernels import Kernel, evaluate_both
 from .kernels import pairs as pairs_of
-from .selection import RIDGES, Likelihood, Prior, evidence, random_order, weigh_
+from .landmarks import rows_at_random
+from .selection import RIDGES, Likelihood, Prior, distinct_rows, evidence
+from .selection import random_order, weigh_
 from ..runtime import dtype_for
 
 # %% ../../nbs/machines/04_updates.ipynb #939fa2ce
@@ -457,7 +459,7 @@ class Sight:
     free: bool # is the ridge learned too?
     sampled: int = 384 # of them the last so many stand for all in the determinant's FACT
     stiffness: float = 1. # of mixing two inputs, against weighing one, in the choice of a step
-    order: Tensor | None = None # which rows of the table they are
+    order: Tensor | None = None # which rows of the table they are; None: not all one by one
     room: tuple[Tensor, Tensor, Tensor] | None = None # for K, C and the factor, used again
     at: "EvidenceLook | None" = None # the last look, whose matrices these are
     place: tuple[Tensor, Tensor] | None = None # the metric proposed last, and its point
@@ -637,20 +639,21 @@ def sight_of(
 
 # %% ../../nbs/machines/04_updates.ipynb #04newsigh
 def _new_sight(s: "Settings", p: "Problem", rule: "Evidence") -> Sight:
-    "The same, without a look."
-    order = _looked_at(len(p.X), rule, s.seed).to(p.X.device)
-    X, Y = centred(p.X, s.kernel.radial)[order], p.Y[order]
-    w = None if p.w is None else p.w[order]
-    if len(p.X) > 512:
-        X, Y, w = X.float(), Y.float(), None if w is None else w.float()
-    return Sight(s.kernel, X, Y, w, rule.prior, s.diagonal, p.free_ridge, rule.sampled,
-                 rule.stiffness, order)
+    "The same, without a look; equal rows are one that counts as often."
+    some = rows_at_random(len(p.X), rule.rows, s.seed).to(p.X.device)
+    w = None if p.w is None else p.w[some]
+    X, Y, w = distinct_rows(centred(p.X, s.kernel.radial)[some], p.Y[some], w)
+    order = _in_order(len(X), rule.sampled).to(X.device)
+    dtype = torch.float32 if len(p.X) > 512 else X.dtype
+    put = lambda A: A[order].to(dtype)
+    as_they_are = w is None and len(X) == len(p.X)
+    return Sight(s.kernel, put(X), put(Y), None if w is None else put(w), rule.prior, s.diagonal,
+                 p.free_ridge, rule.sampled, rule.stiffness, order if as_they_are else None)
 
 # %% ../../nbs/machines/04_updates.ipynb #04looked
-def _looked_at(n: int, rule: "Evidence", seed: int) -> Tensor:
-    "Which of n rows are looked at, and in which order: the last ones stand for all."
-    if n > rule.rows: return random_order(n, seed)[:rule.rows]
-    return random_order(n, 0) if n > rule.sampled else torch.arange(n)
+def _in_order(n: int, sampled: int) -> Tensor:
+    "The order of n rows, of which the last ones stand for all: always the same, but mixed."
+    return random_order(n, 0) if n > sampled else torch.arange(n)
 
 # %% ../../nbs/machines/04_updates.ipynb #9f997c92
 @dataclass(frozen=True)
@@ -688,8 +691,8 @@ class Evidence(UpdateRule):
         return _go_on_from(fit, sight, *min(ends, key=lambda end: end[1][-1]))
 
     def solution(self, s: "Settings", p: "Problem", M: Tensor, W: Tensor) -> Solution | None:
-        if not _sees_all(self, s, p): return None
-        return _solution_at(sight_of(s, p, self), s, M, W)
+        sight = sight_of(s, p, self)
+        return _solution_at(sight, s, M, W) if _sees_all(sight, s, p) else None
 
     def ridge_for(self, fit: "Fit") -> float | None:
         if not fit.problem.free_ridge or not fit.memory: return None
@@ -713,28 +716,33 @@ def _go_on_from(fit: "Fit", s: Sight, way: Way, values: list[float]) -> Tensor |
     return M
 
 # %% ../../nbs/machines/04_updates.ipynb #04seesal
-def _sees_all(rule: Evidence, s: "Settings", p: "Problem") -> bool:
+def _sees_all(sight: Sight, s: "Settings", p: "Problem") -> bool:
     "Are the looks the fits that are asked for?"
-    if len(p.X) > rule.rows or (len(p.X) > 512 and p.X.dtype != torch.float32): return False
-    return s.solver == "auto" and not s.selection.needs_matrix and s.ridge >= math.exp(_LOG_RIDGE[0])
+    if sight.order is None or sight.X.dtype != p.X.dtype: return False
+    in_range = s.ridge >= math.exp(_LOG_RIDGE[0])
+    return in_range and s.solver == "auto" and not s.selection.needs_matrix
+
+# %% ../../nbs/machines/04_updates.ipynb #04pointof
+def _point_of(s: Sight, M: Tensor, W: Tensor, ridge: float) -> Tensor:
+    "Where a metric was proposed; that of its root, if it was not."
+    if s.place is not None and s.place[0] is M: return s.place[1]
+    return pack_point(W, ridge, s.stiffness)
 
 # %% ../../nbs/machines/04_updates.ipynb #04solutn
 def _solution_at(sight: Sight, s: "Settings", M: Tensor, W: Tensor) -> Solution | None:
     "α of a metric by a look, often by the last one; None where there is no factor."
-    known = sight.place is not None and sight.place[0] is M
-    z = sight.place[1] if known else pack_point(W, s.ridge, sight.stiffness)
-    seen = look_at(sight, z).seen
+    seen = look_at(sight, _point_of(sight, M, W, s.ridge)).seen
     if seen is None: return None
     alpha = torch.empty_like(seen.alpha)
-    alpha[sight.order] = seen.alpha
-    return Solution(alpha, "cholesky", s.ridge, _residual_at(sight, seen, s.ridge))
+    alpha[sight.order] = seen.alpha                     # in the order of the table
+    residual = _residual_at(sight, seen, s.ridge)
+    return Solution(alpha, "cholesky", s.ridge, residual, "the factor of a look")
 
 # %% ../../nbs/machines/04_updates.ipynb #04residu
 def _residual_at(s: Sight, seen: Likelihood, ridge: float) -> float:
     "How well α solves the system whose K is in the sight's memory."
     K = _room_of(s)[0]
-    u = torch.ones_like(s.Y[:, :1]) if s.w is None else s.w.sqrt()[:, None]
-    return residual_of(K, K.diagonal(), u * s.Y, ridge, seen.alpha / u)
+    return residual_of(K, K.diagonal(), s.Y, ridge, seen.alpha)
 
 # %% ../../nbs/machines/04_updates.ipynb #b5569f8c
 UPDATES = ("fact", "nfa", "stable", "evidence") # the names
