@@ -669,7 +669,7 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
     "The fit of the present metric; None if it failed and the run has to end."
     ready = _ready(p, state.M)
     if ready is not None: return ready
-    own = _fit_of_rule(_with_ridge(s, state.ridge), p, state.M)
+    own = _fit_of_rule(s, p, state)
     if own is not None: return own
     last = state.seen.last
     coef = state.t < s.iters or s.rule.looks
@@ -682,15 +682,15 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
         return None
 
 # %% ../../nbs/machines/01_rfm.ipynb #01ruleown
-def _fit_of_rule(s: Settings, p: Problem, M: Tensor) -> Fit | None: # None: there is none
+def _fit_of_rule(s: Settings, p: Problem, state: State) -> Fit | None: # None: there is none
     "The fit that the update rule has at hand."
-    W = root_of(M)
+    s, W = _with_ridge(s, state.ridge), root_of(state.M)
     try:
-        found = s.rule.solution(s, p, M, W)
+        found = s.rule.solution(s, p, state.M, W, state.memory)
     except torch.OutOfMemoryError:
         p.sight = None                                  # the solvers may do with less
         return None
-    return None if found is None else _fit_of(s, p, M, W, found)
+    return None if found is None else _fit_of(s, p, state.M, W, found)
 
 # %% ../../nbs/machines/01_rfm.ipynb #20957532
 def _with_ridge(s: Settings, ridge: float | None) -> Settings:

@@ -133,6 +133,7 @@ class UpdateRule:
         p: "Problem", # the data
         M: Tensor, # d × d or d
         W: Tensor, # M^½
+        memory: dict[str, Any] | None, # what the rule remembers of the last fit
     ) -> Solution | None: # None: the machine solves the system
         "α of a metric, where the rule has it at hand."
         return None
@@ -462,7 +463,6 @@ class Sight:
     order: Tensor | None = None # which rows of the table they are; None: not all one by one
     room: tuple[Tensor, Tensor, Tensor] | None = None # for K, C and the factor, used again
     at: "EvidenceLook | None" = None # the last look, whose matrices these are
-    place: tuple[Tensor, Tensor] | None = None # the metric proposed last, and its point
 
 # %% ../../nbs/machines/04_updates.ipynb #7d139163
 _LOG_RIDGE = (math.log(1e-4), math.log(30))
@@ -690,9 +690,12 @@ class Evidence(UpdateRule):
         ends = [raise_evidence(sight, way, self.steps, limit) for way in self.starts(fit)]
         return _go_on_from(fit, sight, *min(ends, key=lambda end: end[1][-1]))
 
-    def solution(self, s: "Settings", p: "Problem", M: Tensor, W: Tensor) -> Solution | None:
+    def solution(self, s: "Settings", p: "Problem", M: Tensor, W: Tensor,
+                 memory: dict[str, Any] | None) -> Solution | None:
         sight = sight_of(s, p, self)
-        return _solution_at(sight, s, M, W) if _sees_all(sight, s, p) else None
+        if not _sees_all(sight, s, p): return None
+        z = _point_of(sight, M, memory)
+        return _solution_at(sight, pack_point(W, s.ridge, self.stiffness) if z is None else z)
 
     def ridge_for(self, fit: "Fit") -> float | None:
         if not fit.problem.free_ridge or not fit.memory: return None
@@ -711,9 +714,7 @@ def _go_on_from(fit: "Fit", s: Sight, way: Way, values: list[float]) -> Tensor |
     fit.memory = dict(vars(way))
     fit.row |= dict(criterion=values[-1], steps=len(values) - 1)
     if len(values) == 1: return None
-    M = metric_of(unpack_point(way.W, s.diagonal, s.stiffness)[0])
-    s.place = M, way.W
-    return M
+    return metric_of(unpack_point(way.W, s.diagonal, s.stiffness)[0])
 
 # %% ../../nbs/machines/04_updates.ipynb #04seesal
 def _sees_all(sight: Sight, s: "Settings", p: "Problem") -> bool:
@@ -723,20 +724,21 @@ def _sees_all(sight: Sight, s: "Settings", p: "Problem") -> bool:
     return in_range and s.solver == "auto" and not s.selection.needs_matrix
 
 # %% ../../nbs/machines/04_updates.ipynb #04pointof
-def _point_of(s: Sight, M: Tensor, W: Tensor, ridge: float) -> Tensor:
-    "Where a metric was proposed; that of its root, if it was not."
-    if s.place is not None and s.place[0] is M: return s.place[1]
-    return pack_point(W, ridge, s.stiffness)
+def _point_of(s: Sight, M: Tensor, memory: dict[str, Any] | None) -> Tensor | None:
+    "Where this very metric was proposed, if that is remembered."
+    if memory is None: return None
+    W, _ = unpack_point(memory["W"], s.diagonal, s.stiffness)
+    return memory["W"] if torch.equal(metric_of(W), M) else None
 
 # %% ../../nbs/machines/04_updates.ipynb #04solutn
-def _solution_at(sight: Sight, s: "Settings", M: Tensor, W: Tensor) -> Solution | None:
-    "α of a metric by a look, often by the last one; None where there is no factor."
-    seen = look_at(sight, _point_of(sight, M, W, s.ridge)).seen
+def _solution_at(s: Sight, z: Tensor) -> Solution | None:
+    "α by a look, often by the last one; None where there is no factor."
+    seen = look_at(s, z).seen
     if seen is None: return None
+    ridge = unpack_point(z, s.diagonal)[1]
     alpha = torch.empty_like(seen.alpha)
-    alpha[sight.order] = seen.alpha                     # in the order of the table
-    residual = _residual_at(sight, seen, s.ridge)
-    return Solution(alpha, "cholesky", s.ridge, residual, "the factor of a look")
+    alpha[s.order] = seen.alpha                         # in the order of the table
+    return Solution(alpha, "cholesky", ridge, _residual_at(s, seen, ridge), "the factor of a look")
 
 # %% ../../nbs/machines/04_updates.ipynb #04residu
 def _residual_at(s: Sight, seen: Likelihood, ridge: float) -> float:
