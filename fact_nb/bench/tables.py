@@ -344,7 +344,7 @@ def _catboost(r: bool, seed: int, X: Any) -> Any:
 # %% ../../nbs/bench/05_tables.ipynb #e2356eb0
 CONTENDERS = {
     "RFM": Contender(_ours()),
-    "RFM, ten steps": Contender(_ours(update=Evidence(steps=10, sampled=2000, stiffness=1.))),
+    "RFM, ten steps": Contender(_ours(update=Evidence(steps=10, sampled=1, stiffness=1.))),
     "RFM, old default": Contender(_ours(update="fact", iters=3, ridge=1e-2)),
     "M = I, best ridge": Contender(_ours(update="fact", iters=0)),
     "LightGBM": Contender(_lightgbm, as_categories, "lightgbm"),

@@ -365,9 +365,9 @@ def _work(m: RFM, n: int, d: int, c: int) -> float:
 # %% ../../nbs/machines/00_estimators.ipynb #b6762f7d
 def _look_work(m: RFM, rule: Evidence, n: int, d: int, c: int) -> float:
     "Operations of all that evidence looks at: 1.3 looks and a gradient a step."
-    k, sampled = min(n, rule.rows), min(n, rule.sampled)
+    k = min(n, rule.rows)
     look = k**3 / 3 + 2 * k**2 * (d + c + 20)
-    step = 1.3 * look + 2 * sampled**3 / 3 + 2 * k**2 * (d + c)
+    step = 1.3 * look + 2 * rule.sampled_of(k)**3 / 3 + 2 * k**2 * (d + c)
     return 2 * look + rule.steps * m.iters * step
 
 # %% ../../nbs/machines/00_estimators.ipynb #fc9bf6bb

@@ -458,7 +458,7 @@ class Sight:
     prior: Prior | None # what a metric far from the identity costs; None: nothing
     diagonal: bool # is W a vector?
     free: bool # is the ridge learned too?
-    sampled: int = 384 # of them the last so many stand for all in the determinant's FACT
+    sampled: int = 10**9 # of them the last so many stand for all in the determinant's FACT
     stiffness: float = 1. # of mixing two inputs, against weighing one, in the choice of a step
     order: Tensor | None = None # which rows of the table they are; None: not all one by one
     room: tuple[Tensor, Tensor, Tensor] | None = None # for K, C and the factor, used again
@@ -643,12 +643,13 @@ def _new_sight(s: "Settings", p: "Problem", rule: "Evidence") -> Sight:
     some = rows_at_random(len(p.X), rule.rows, s.seed).to(p.X.device)
     w = None if p.w is None else p.w[some]
     X, Y, w = distinct_rows(centred(p.X, s.kernel.radial)[some], p.Y[some], w)
-    order = _in_order(len(X), rule.sampled).to(X.device)
+    sampled = rule.sampled_of(len(X))
+    order = _in_order(len(X), sampled).to(X.device)
     dtype = torch.float32 if len(p.X) > 512 else X.dtype
     put = lambda A: A[order].to(dtype)
     as_they_are = w is None and len(X) == len(p.X)
     return Sight(s.kernel, put(X), put(Y), None if w is None else put(w), rule.prior, s.diagonal,
-                 p.free_ridge, rule.sampled, rule.stiffness, order if as_they_are else None)
+                 p.free_ridge, sampled, rule.stiffness, order if as_they_are else None)
 
 # %% ../../nbs/machines/04_updates.ipynb #04looked
 def _in_order(n: int, sampled: int) -> Tensor:
@@ -662,8 +663,8 @@ class Evidence(UpdateRule):
     steps: int = 7 # of one update
     prior: Prior | None = Prior() # None: the evidence alone
     rows: int = 2000 # at most so many are looked at
-    sampled: int = 384 # so many of them stand for all in the determinant's part of the gradient
-    stiffness: float = 3. # how much shorter a step is in what mixes two inputs
+    sampled: float = .4 # this share of them, at least 384, stands for all in the determinant's part
+    stiffness: float = 2. # how much shorter a step is in what mixes two inputs
     rescales: ClassVar[bool] = False
     usual: ClassVar[int] = 1
     criterion: ClassVar[str] = "evidence"
@@ -671,11 +672,19 @@ class Evidence(UpdateRule):
     def __post_init__(self) -> None:
         check_number(self.steps, "steps", low=1, whole=True)
         check_number(self.rows, "rows", low=2, whole=True)
-        check_number(self.sampled, "sampled", low=2, whole=True)
+        if self.sampled != 1:
+            check_number(self.sampled, "sampled", above=0, below=1, advice="1 for all rows")
         check_number(self.stiffness, "stiffness", above=0)
 
     @property
-    def ridge_rows(self) -> int: return self.sampled
+    def ridge_rows(self) -> int: return self.rows if self.sampled == 1 else 384
+
+    def sampled_of(
+        self,
+        n: int, # rows that are looked at
+    ) -> int:
+        "How many of them stand for all."
+        return min(n, max(384, round(self.sampled * n)))
 
     def starts(
         self,
