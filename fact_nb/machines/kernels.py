@@ -268,6 +268,16 @@ class _Profile:
         if not self.radial: return self.k(t), self.dk(t)
         return self.k(t), (2 * self.dk(t)).masked_fill_(t == 0, 0)
 
+    def kc_into_(
+        self,
+        t: Tensor, # squared distances, or inner products; may be overwritten
+        K: Tensor, # like t; receives K
+    ) -> Tensor: # C, like t
+        "Like kc_, with K in memory that is there."
+        value, C = self.kc_(t)
+        K.copy_(value)
+        return C
+
 # %% ../../nbs/machines/02_kernels.ipynb #07ac5152
 class Kernel(_Profile):
     "K(x,z) = k(t), t = (x−z)ᵀM(x−z) for radial kernels, else xᵀMz. Subclasses write k and dk."
@@ -363,8 +373,9 @@ def _fill_strip(kernel: Kernel, P: Pairs, wholes: tuple[Tensor, ...], mirror: bo
     "K (and C) of some rows: in a symmetric matrix from the diagonal on."
     i, e = rows
     j = i if P.same else 0
-    t = _strip(P, i, e, j, wholes[-1][i:e, j:])
-    made = (kernel.k_(t),) if len(wholes) == 1 else kernel.kc_(t)
+    places = [whole[i:e, j:] for whole in wholes]
+    t = _strip(P, i, e, j, places[-1])
+    made = (kernel.k_(t),) if len(wholes) == 1 else (places[0], kernel.kc_into_(t, places[0]))
     for whole, part in zip(wholes, made):
         _store(whole, part, i, e, j)
         if P.same and mirror:
@@ -540,11 +551,15 @@ class Laplace(Kernel):
     def k_(self, t: Tensor) -> Tensor: return t.sqrt_().mul_(-1 / _length(self)).exp_()
 
     def kc_(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        K = torch.empty_like(t)
+        return K, self.kc_into_(t, K)
+
+    def kc_into_(self, t: Tensor, K: Tensor) -> Tensor:
         u = t.sqrt_().mul_(-1 / _length(self))                  # −r/L
-        K = u.exp()
+        torch.exp(u, out=K)
         most = torch.finfo(u.dtype).max
         C = torch.threshold_(u.reciprocal_(), -most, 0.)        # −L/r, and 0 at r = 0
-        return K, C.mul_(K).mul_(1 / _length(self)**2)
+        return C.mul_(K).mul_(1 / _length(self)**2)
 
 # %% ../../nbs/machines/02_kernels.ipynb #b2764b84
 @register_kernel
@@ -562,8 +577,12 @@ class Gaussian(Kernel):
     def k_(self, t: Tensor) -> Tensor: return t.mul_(-.5 / _length(self)**2).exp_()
 
     def kc_(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        K = self.k_(t)
-        return K, K * (-1 / _length(self)**2)
+        K = torch.empty_like(t)
+        return K, self.kc_into_(t, K)
+
+    def kc_into_(self, t: Tensor, K: Tensor) -> Tensor:
+        torch.exp(t.mul_(-.5 / _length(self)**2), out=K)
+        return torch.mul(K, -1 / _length(self)**2, out=t)
 
 # %% ../../nbs/machines/02_kernels.ipynb #5ef10158
 @register_kernel
@@ -675,8 +694,10 @@ def check_kernel(
     if not _close(kernel.dk(t), g, tol):
         raise ValueError(f"{type(kernel).__name__}.dk is not the derivative of k")
     K, C = kernel.kc_(t.clone())
+    own = torch.empty_like(t)
+    own_C = kernel.kc_into_(t.clone(), own)
     c = 2 * g if kernel.radial else g
-    fast = ((kernel.k_(t.clone()), v), (K, v), (C, c))
+    fast = ((kernel.k_(t.clone()), v), (K, v), (C, c), (own, v), (own_C, c))
     if not all(_close(a, b, tol) for a, b in fast):
         raise ValueError(f"{type(kernel).__name__}: k_ or kc_ disagree with k and dk")
 

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['ErrorMetric', 'RIDGES', 'SELECTIONS', 'share_of', 'error_of', 'held_out', 'random_order', 'strata_of',
            'inverse_diagonal', 'diagonal_of_inverse', 'leave_one_out', 'Likelihood', 'weigh_', 'evidence', 'Prior',
-           'Criterion', 'EvidenceOf', 'LooOf', 'distinct_rows', 'best_ridge', 'Kept', 'SeenFits', 'seen_to_plain',
-           'seen_from_plain', 'Selection', 'Last', 'Best', 'middle', 'LeaveOneOut', 'ByEvidence', 'selection_rule']
+           'Criterion', 'EvidenceOf', 'LooOf', 'left_out_error', 'distinct_rows', 'best_ridge', 'Kept', 'SeenFits',
+           'seen_to_plain', 'seen_from_plain', 'Selection', 'Last', 'Best', 'middle', 'LeaveOneOut', 'ByEvidence',
+           'selection_rule']
 
 # %% ../../nbs/machines/08_selection.ipynb #c44559a6
 import math
@@ -239,16 +240,25 @@ class LooOf(Criterion):
     metric: ErrorMetric = "mse" # "mse", "error", or f(prediction, y)
 
     def of(self, K: Tensor, ridge: float, Y: Tensor, w: Tensor | None = None) -> float:
-        seen = evidence(K, ridge, Y, w)
-        if seen is None: return math.inf
-        F = _without_own(Y, seen.alpha, diagonal_of_inverse(seen.factor), w)
-        return _weighted_error(self.metric, F, Y, w)
+        return left_out_error(evidence(K, ridge, Y, w), Y, w, self.metric)
 
 # %% ../../nbs/machines/08_selection.ipynb #770ea343
 def _weighted_error(metric: ErrorMetric, F: Tensor, Y: Tensor, w: Tensor | None) -> float:
     "The error; a row of weight w counts w times in a mean square."
     if w is None or metric != "mse": return error_of(metric, F, Y)
     return float((w * (F - Y).square().mean(1)).sum() / w.sum())
+
+# %% ../../nbs/machines/08_selection.ipynb #08leftou
+def left_out_error(
+    seen: Likelihood | None, # from `evidence`
+    Y: Tensor, # n × c
+    w: Tensor | None = None, # n sample weights
+    metric: ErrorMetric = "mse", # "mse", "error", or f(prediction, y)
+) -> float: # infinite where there is no fit
+    "The leave-one-out error of a fit whose factor is known."
+    if seen is None: return math.inf
+    F = _without_own(Y, seen.alpha, diagonal_of_inverse(seen.factor), w)
+    return _weighted_error(metric, F, Y, w)
 
 # %% ../../nbs/machines/08_selection.ipynb #4df44413
 def distinct_rows(

@@ -25,7 +25,7 @@ from .kernels import Kernel, evaluate_both
 from .kernels import pairs as pairs_of
 from .landmarks import rows_at_random
 from .selection import RIDGES, Likelihood, Prior, distinct_rows, evidence
-from .selection import random_order, weigh_
+from .selection import left_out_error, random_order, weigh_
 from ..runtime import dtype_for
 
 # %% ../../nbs/machines/04_updates.ipynb #939fa2ce
@@ -352,6 +352,7 @@ class Way:
     pairs: list[Pair] = field(default_factory=list) # the last steps, the newest last
     old: Pair | None = None # where the last step began, and the gradient there
     jump: bool = True # is FACT's own jump still tried?
+    held: bool = False # evidence: does the ridge stay as it is?
 
 # %% ../../nbs/machines/04_updates.ipynb #baed29f3
 def remember(
@@ -579,11 +580,11 @@ def _metric_gradient(s: Sight, W: Tensor, seen: Likelihood, inverse: Tensor) -> 
     return g if s.prior is None else g + s.prior.pull(W) / seen.rows
 
 # %% ../../nbs/machines/04_updates.ipynb #29e8ced9
-def _free_part(z: Tensor, g: Tensor) -> Tensor:
-    "The gradient without the part that pushes the ridge over its bound."
+def _free_part(z: Tensor, g: Tensor, held: bool = False) -> Tensor:
+    "The gradient without the slope of a ridge that is held, or pushed over its bound."
     low, high = _LOG_RIDGE
     outward = (z[-1] <= low and g[-1] > 0) or (z[-1] >= high and g[-1] < 0)
-    if not outward: return g
+    if not (held or outward): return g
     g = g.clone()
     g[-1] = 0
     return g
@@ -618,12 +619,12 @@ def raise_evidence(
 # %% ../../nbs/machines/04_updates.ipynb #2523b941
 def _evidence_step(s: Sight, way: Way, here: EvidenceLook) -> tuple[Way, EvidenceLook] | None:
     "One step down, and the look at where it leads; None at rest."
-    g = _free_part(here.z, evidence_gradient(s, here))
+    g = _free_part(here.z, evidence_gradient(s, here), way.held)
     if g.norm() < 1e-9: return None
     pairs = remember(way, g)
     for known in _with_and_without(pairs):
         found = _lower(s, here, g, known)
-        if found: return Way(found.z, known, (way.W, g)), found
+        if found: return Way(found.z, known, (way.W, g), held=way.held), found
     return None
 
 # %% ../../nbs/machines/04_updates.ipynb #c1c1013d
@@ -696,8 +697,9 @@ class Evidence(UpdateRule):
 
     def propose(self, fit: "Fit") -> Tensor | None:
         sight, limit = sight_of(fit.settings, fit.problem, self), fit.problem.deadline
-        ends = [raise_evidence(sight, way, self.steps, limit) for way in self.starts(fit)]
-        return _go_on_from(fit, sight, *min(ends, key=lambda end: end[1][-1]))
+        go = lambda way: raise_evidence(sight, way, self.steps, limit)
+        end = min((go(way) for way in self.starts(fit)), key=lambda end: end[1][-1])
+        return _go_on_from(fit, sight, *_doubted(fit, sight, end, go))
 
     def solution(self, s: "Settings", p: "Problem", M: Tensor, W: Tensor,
                  memory: dict[str, Any] | None) -> Solution | None:
@@ -716,6 +718,35 @@ def _first_ridges(fit: "Fit") -> list[float]:
     ridge = fit.settings.ridge
     lost = fit.problem.free_ridge and ridge >= RIDGES[-1]
     return [ridge, .01] if lost else [ridge]
+
+# %% ../../nbs/machines/04_updates.ipynb #04doubt1
+_End = tuple[Way, list[float]] # where a way led, and the criterion at every point
+
+def _left_out(s: Sight, end: _End) -> float:
+    "The leave-one-out error at the end of a way."
+    return left_out_error(look_at(s, end[0].W).seen, s.Y, s.w)
+
+# %% ../../nbs/machines/04_updates.ipynb #04doubt2
+def _all_noise(fit: "Fit", end: _End) -> bool:
+    "Does a first update end where nothing but noise is seen?"
+    log_ridge = float(end[0].W[-1])
+    return fit.problem.free_ridge and not fit.memory and log_ridge >= math.log(RIDGES[-1]) - 1e-6
+
+# %% ../../nbs/machines/04_updates.ipynb #04doubt3
+def _held_ways(fit: "Fit", s: Sight) -> Iterator[Way]:
+    "Ways from the metric of a fit whose ridge stays, from the smallest; those with a factor."
+    for ridge in RIDGES:
+        way = Way(pack_point(fit.W, ridge, s.stiffness), held=True)
+        if look_at(s, way.W).seen is not None:
+            yield way
+
+# %% ../../nbs/machines/04_updates.ipynb #04doubt4
+def _doubted(fit: "Fit", s: Sight, end: _End, go: Callable[[Way], _End]) -> _End:
+    "The end, or where all is noise there, the end of a way whose ridge is held, if it is better."
+    way = next(_held_ways(fit, s), None) if _all_noise(fit, end) else None
+    if way is None: return end
+    held = go(way)
+    return held if _left_out(s, held) < .8 * _left_out(s, end) else end
 
 # %% ../../nbs/machines/04_updates.ipynb #e34518b0
 def _go_on_from(fit: "Fit", s: Sight, way: Way, values: list[float]) -> Tensor | None:
