@@ -219,7 +219,7 @@ def best_of(
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0031
 MODELS: dict[str, dict[str, Any]] = dict(
     press=dict(update=Ladder()),
-    evidence=dict(update=Evidence(steps=10, sampled=1, stiffness=1.)),
+    evidence=dict(update=Evidence(steps=10, sampled=1, stiffness=1., doubt=False)),
     geometric=dict(update="fact", iters=3, ridge=1e-2), identity=dict(update="fact", iters=0))
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0032

@@ -589,10 +589,17 @@ def _free_part(z: Tensor, g: Tensor, held: bool = False) -> Tensor:
     g[-1] = 0
     return g
 
+# %% ../../nbs/machines/04_updates.ipynb #04reachc
+def _in_reach(d: Tensor, z: Tensor) -> Tensor:
+    "A step from the point z, halved until its part in W is at most twice as long as W."
+    ratio = float(d[:-1].norm() / z[:-1].norm()) / 2
+    if not 1 < ratio < math.inf: return d
+    return d / 2**math.ceil(math.log2(ratio))
+
 # %% ../../nbs/machines/04_updates.ipynb #490ebca0
 def _lower(s: Sight, here: EvidenceLook, g: Tensor, known: list[Pair]) -> EvidenceLook | None:
     "The first point along the direction, or half of it, …, at which the criterion falls enough."
-    d = direction(g, known, g) if known else -g / g.norm()
+    d = _in_reach(direction(g, known, g), here.z) if known else -g / g.norm()
     for z, promised in _halvings(here.z, g, d, 12):
         z[-1].clamp_(*_LOG_RIDGE)
         there = look_at(s, z)
@@ -666,6 +673,7 @@ class Evidence(UpdateRule):
     rows: int = 2000 # at most so many are looked at
     sampled: float = .4 # this share of them, at least 384, stands for all in the determinant's part
     stiffness: float = 2. # how much shorter a step is in what mixes two inputs
+    doubt: bool = True # is an end in noise held against the rows left out?
     rescales: ClassVar[bool] = False
     usual: ClassVar[int] = 1
     criterion: ClassVar[str] = "evidence"
@@ -699,7 +707,9 @@ class Evidence(UpdateRule):
         sight, limit = sight_of(fit.settings, fit.problem, self), fit.problem.deadline
         go = lambda way: raise_evidence(sight, way, self.steps, limit)
         end = min((go(way) for way in self.starts(fit)), key=lambda end: end[1][-1])
-        return _go_on_from(fit, sight, *_doubted(fit, sight, end, go))
+        if self.doubt:
+            end = _doubted(fit, sight, end, go)
+        return _go_on_from(fit, sight, *end)
 
     def solution(self, s: "Settings", p: "Problem", M: Tensor, W: Tensor,
                  memory: dict[str, Any] | None) -> Solution | None:
