@@ -777,18 +777,27 @@ def left_out_scores(
     m: RFM, # fitted
     Y: Tensor, # n × c, without their mean
     w: Tensor | None = None, # n sample weights
-    most: int = 2000, # rows
+    most: int = 2000, # rows to fit
+    left: int = 500, # of them to leave out
 ) -> tuple[Tensor, ...] | None: # scores, targets, counts
     "Leave-one-out predictions at the learned metric; None where there are none."
-    some = random_order(len(Y), m.seed)[:most].to(m.predictor.X.device)
-    X, Y, w = distinct_rows(m.predictor.X[some], Y[some], None if w is None else w[some])
+    X, Y, w = _mixed_rows(m, Y, w, most)
     K = _fitted_matrix(m, X)
     w = None if w is None else w.to(K)
     seen = evidence(weigh_(K, w), max(m.fitted_ridge, 1e-6), Y.to(K), w)
     if seen is None: return None
     often = torch.ones(len(Y)).to(K) if w is None else w
-    D = often * diagonal_of_inverse(seen.factor)
-    return Y - seen.alpha.to(Y) / D.to(Y)[:, None], Y, often
+    last = slice(max(len(Y) - left, 0), None)
+    D = often[last] * diagonal_of_inverse(seen.factor[last, last])
+    return Y[last] - seen.alpha[last].to(Y) / D.to(Y)[:, None], Y[last], often[last]
+
+# %% ../../nbs/machines/00_estimators.ipynb #00mixedr
+def _mixed_rows(m: RFM, Y: Tensor, w: Tensor | None, most: int) -> tuple[Tensor, ...]:
+    "At most so many different rows of a machine, their targets and counts, in a mixed order."
+    some = random_order(len(Y), m.seed)[:most].to(m.predictor.X.device)
+    X, Y, w = distinct_rows(m.predictor.X[some], Y[some], None if w is None else w[some])
+    order = random_order(len(Y), 0).to(X.device)
+    return X[order], Y[order], None if w is None else w[order]
 
 # %% ../../nbs/machines/00_estimators.ipynb #03a29152
 def _fitted_matrix(m: RFM, X: Tensor) -> Tensor: # n × n, upper triangle

@@ -116,9 +116,10 @@ def diagonal_of_inverse(
 def _by_triangle(factor: Tensor) -> Tensor: # n
     "The same through L⁻¹, by LAPACK."
     invert = lapack.strtri if factor.dtype == torch.float32 else lapack.dtrtri
-    upper = factor.tril().contiguous().T                # column by column, as LAPACK wants it
-    inverse, _ = invert(upper.numpy(), lower=0, overwrite_c=1)
-    return torch.from_numpy(inverse).square().sum(1)
+    copy = factor.mT.clone(memory_format=torch.contiguous_format)
+    lower = copy.T                                      # L column by column, as LAPACK wants it
+    inverse, _ = invert(lower.numpy(), lower=1, overwrite_c=1)
+    return torch.from_numpy(inverse).mT.triu().square_().sum(1)
 
 # %% ../../nbs/machines/08_selection.ipynb #dd574197
 def leave_one_out(
