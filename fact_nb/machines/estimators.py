@@ -792,7 +792,9 @@ def left_out_scores(
     return Y[last] - seen.alpha[last].to(Y) / D.to(Y)[:, None], Y[last], often[last]
 
 # %% ../../nbs/machines/00_estimators.ipynb #00mixedr
-def _mixed_rows(m: RFM, Y: Tensor, w: Tensor | None, most: int) -> tuple[Tensor, ...]:
+def _mixed_rows(
+    m: RFM, Y: Tensor, w: Tensor | None, most: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     "At most so many different rows of a machine, their targets and counts, in a mixed order."
     some = random_order(len(Y), m.seed)[:most].to(m.predictor.X.device)
     X, Y, w = distinct_rows(m.predictor.X[some], Y[some], None if w is None else w[some])
