@@ -181,9 +181,11 @@ def in_own_process(work: Callable, *args: Any) -> Any:
 # %% ../../nbs/bench/06_large.ipynb #8face178
 _COLUMNS = ["task", "seed", "method", "n", "d", "score", "cpu", "wall", "peak", "off", "note"]
 
-def large_file(results: Path | None = None) -> Path: # folder of the result store
+def large_file(
+    results: str | Path | None = None, # folder of the result store
+) -> Path:
     "Where the fits are kept."
-    return (results or results_dir()) / "bench" / "large.csv"
+    return results_dir(results) / "bench" / "large.csv"
 
 # %% ../../nbs/bench/06_large.ipynb #29b9e594
 def stored_large(path: Path) -> pd.DataFrame:
@@ -440,10 +442,15 @@ def _quick_rows() -> list[BenchRow]:
     return [_price_row(pd.DataFrame(few), "cpu", ""), _small_fit()]
 
 # %% ../../nbs/bench/06_large.ipynb #97c52639
-def bench(rounds: int = 7, quick: bool = False) -> list[BenchRow]:
+def bench(
+    rounds: int = 7, # at most so many seeds of a table
+    quick: bool = False, # small fits, to see that it works
+    results: str | Path | None = None, # folder of the result store
+) -> list[BenchRow]:
     "Seconds, gigabytes and the lead over LightGBM on large tables, and a killed worker."
     if quick: return _quick_rows()
-    run_large(large_file(), rounds=rounds)
-    fits = run_cluster(large_file())
+    path = large_file(results)
+    run_large(path, rounds=rounds)
+    fits = run_cluster(path)
     leads = [_lead_row(str(c.Index), c) for c in ahead_by(fits).itertuples()]
     return _price_rows(fits) + leads + _cluster_rows(fits)

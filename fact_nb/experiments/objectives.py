@@ -425,7 +425,7 @@ def _draw_differences(ax: plt.Axes, w: pd.DataFrame, method: str) -> None: # of 
 def draw_tables(r: Result) -> plt.Figure:
     "Sorted differences on tables, against three others."
     w = table_points(r)
-    others = dict(geometric="FACT geometric", evidence="evidence, the default", identity="$M=I$")
+    others = dict(geometric="FACT geometric", evidence="evidence, ten steps", identity="$M=I$")
     with style():
         fig, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.7), sharey=True)
         for ax, (method, name) in zip(axes, others.items()):

@@ -8,6 +8,7 @@ __all__ = ['take_turns', 'BenchRow', 'ratio_row', 'seconds_note', 'value_row', '
 
 # %% ../../nbs/lab/08_benchmark.ipynb #f19c5e9f
 import importlib
+import inspect
 import pkgutil
 import statistics
 import time
@@ -98,6 +99,11 @@ def _suite(name: str) -> Callable[..., list[BenchRow]]:
     there = ", ".join(sorted(known)) or "none"
     raise UsageError(f"unknown benchmark {name!r}; there are: {there}")
 
+# %% ../../nbs/lab/08_benchmark.ipynb #08ownfol
+def _own_folder(bench: Callable[..., list[BenchRow]], results: str | Path | None) -> dict[str, Any]:
+    "The folder of results, for a suite that keeps units of its own there."
+    return dict(results=results) if "results" in inspect.signature(bench).parameters else {}
+
 # %% ../../nbs/lab/08_benchmark.ipynb #a1307b9d
 def run_suite(
     name: str, # as in `suites()`
@@ -108,7 +114,7 @@ def run_suite(
     "Run one suite and store its rows (a quick run is not stored)."
     bench = _suite(name)
     if rounds < 1: raise UsageError(f"rounds must be at least 1, not {rounds}")
-    rows = bench(rounds=rounds, quick=quick)
+    rows = bench(rounds=rounds, quick=quick, **_own_folder(bench, results))
     if not quick:
         record = dict(suite=name, rounds=rounds, rows=rows, provenance=provenance())
         write_record(Store(results).root/"bench"/f"{name}.json", record)

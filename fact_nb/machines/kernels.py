@@ -283,6 +283,12 @@ class Kernel(_Profile):
     "K(x,z) = k(t), t = (x−z)ᵀM(x−z) for radial kernels, else xᵀMz. Subclasses write k and dk."
     bandwidth: float | None = None
 
+    def __init_subclass__(cls, **kw: Any) -> None:
+        "A kernel with a kc_ of its own is asked by it, whatever kc_into_ it inherits."
+        super().__init_subclass__(**kw)
+        if "kc_" in vars(cls) and "kc_into_" not in vars(cls):
+            cls.kc_into_ = _Profile.kc_into_ # type: ignore[method-assign]
+
     def with_bandwidth(
         self,
         bandwidth: float, # L
@@ -552,7 +558,7 @@ class Laplace(Kernel):
 
     def kc_(self, t: Tensor) -> tuple[Tensor, Tensor]:
         K = torch.empty_like(t)
-        return K, self.kc_into_(t, K)
+        return K, Laplace.kc_into_(self, t, K)
 
     def kc_into_(self, t: Tensor, K: Tensor) -> Tensor:
         u = t.sqrt_().mul_(-1 / _length(self))                  # −r/L
@@ -578,7 +584,7 @@ class Gaussian(Kernel):
 
     def kc_(self, t: Tensor) -> tuple[Tensor, Tensor]:
         K = torch.empty_like(t)
-        return K, self.kc_into_(t, K)
+        return K, Gaussian.kc_into_(self, t, K)
 
     def kc_into_(self, t: Tensor, K: Tensor) -> Tensor:
         torch.exp(t.mul_(-.5 / _length(self)**2), out=K)
@@ -688,7 +694,7 @@ def check_kernel(
     kernel: Kernel, # with its bandwidth set
     tol: float = 1e-8, # relative
 ) -> None:
-    "Raise if dk is not the derivative of k, or if k_ or kc_ disagree with k and dk."
+    "Raise if dk is not the derivative of k, or if k_, kc_, kc_into_ disagree with k and dk."
     t = torch.linspace(.05, 4, 50, dtype=torch.float64)
     v, g = _value_and_slope(kernel, t)
     if not _close(kernel.dk(t), g, tol):
@@ -699,7 +705,7 @@ def check_kernel(
     c = 2 * g if kernel.radial else g
     fast = ((kernel.k_(t.clone()), v), (K, v), (C, c), (own, v), (own_C, c))
     if not all(_close(a, b, tol) for a, b in fast):
-        raise ValueError(f"{type(kernel).__name__}: k_ or kc_ disagree with k and dk")
+        raise ValueError(f"{type(kernel).__name__}: k_, kc_ or kc_into_ disagree with k and dk")
 
 # %% ../../nbs/machines/02_kernels.ipynb #3f17e5b2
 def _value_and_slope(kernel: Kernel, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -737,26 +737,27 @@ def _left_out(s: Sight, end: _End) -> float:
     return left_out_error(look_at(s, end[0].W).seen, s.Y, s.w)
 
 # %% ../../nbs/machines/04_updates.ipynb #04doubt2
-def _all_noise(fit: "Fit", end: _End) -> bool:
-    "Does a first update end where nothing but noise is seen?"
-    log_ridge = float(end[0].W[-1])
-    return fit.problem.free_ridge and not fit.memory and log_ridge >= math.log(RIDGES[-1]) - 1e-6
+def _all_noise(fit: "Fit", s: Sight, end: _End) -> bool:
+    "Does a first update, on rows enough to tell, end where nothing but noise is seen?"
+    if not fit.problem.free_ridge or fit.memory or len(s.X) < 50: return False
+    return float(end[0].W[-1]) >= math.log(RIDGES[-1]) - 1e-6
 
 # %% ../../nbs/machines/04_updates.ipynb #04doubt3
-def _held_ways(fit: "Fit", s: Sight) -> Iterator[Way]:
-    "Ways from the metric of a fit whose ridge stays, from the smallest; those with a factor."
-    for ridge in RIDGES:
-        way = Way(pack_point(fit.W, ridge, s.stiffness), held=True)
-        if look_at(s, way.W).seen is not None:
-            yield way
+def _held_way(fit: "Fit", s: Sight) -> Way | None:
+    "A way from the metric of a fit whose ridge stays: the smallest that has a factor."
+    ways = (Way(pack_point(fit.W, ridge, s.stiffness), held=True) for ridge in RIDGES)
+    return next((way for way in ways if look_at(s, way.W).seen is not None), None)
 
 # %% ../../nbs/machines/04_updates.ipynb #04doubt4
 def _doubted(fit: "Fit", s: Sight, end: _End, go: Callable[[Way], _End]) -> _End:
     "The end, or where all is noise there, the end of a way whose ridge is held, if it is better."
-    way = next(_held_ways(fit, s), None) if _all_noise(fit, end) else None
+    if perf_counter() >= fit.problem.deadline or not _all_noise(fit, s, end): return end
+    most = .8 * _left_out(s, end)
+    way = _held_way(fit, s)
     if way is None: return end
     held = go(way)
-    return held if _left_out(s, held) < .8 * _left_out(s, end) else end
+    no_step = len(held[1]) == 1
+    return end if no_step or _left_out(s, held) >= most else held
 
 # %% ../../nbs/machines/04_updates.ipynb #e34518b0
 def _go_on_from(fit: "Fit", s: Sight, way: Way, values: list[float]) -> Tensor | None:
