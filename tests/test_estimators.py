@@ -255,7 +255,7 @@ def test_probabilities_are_about_right(seed):
 
 
 def test_a_limit_of_time_returns_what_is_there():
-    X, y, _ = numbers(200, 5); m = RFMRegressor(update="fact", iters=10**6, time_limit=.3).fit(X, y)
+    X, y, _ = numbers(200, 5); m = RFMRegressor(update="fact", iters=10**6, time_limit=1).fit(X, y)
     assert 0 < m.n_iter_ < 10**5 and np.isfinite(m.predict(X)).all()
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from scipy.linalg import lapack
+from scipy.linalg import blas, lapack
 from torch import Tensor
 
 from ..arguments import check_number
@@ -300,7 +300,16 @@ def sym_matmul(
     V: Tensor, # n × c; its dtype is that of the sums
 ) -> Tensor: # n × c
     "K V from the strict upper triangle and the diagonal; no more than one block is kept."
+    if V.shape[1] == 1 and V.dtype == A.dtype and _lapack_takes(A): return _by_symv(A, diag, V)
     return _by_strips(A, V.T.contiguous(), _strip_blocks(A, diag)).T
+
+# %% ../../nbs/machines/05_direct.ipynb #di0symvc
+def _by_symv(A: Tensor, diag: Tensor, v: Tensor) -> Tensor: # n × 1
+    "K v by BLAS, whatever stands on A's diagonal."
+    multiply = blas.ssymv if A.dtype == torch.float32 else blas.dsymv
+    with one_core_each():
+        product = multiply(1., A.numpy().T, v[:, 0].contiguous().numpy(), lower=1)
+    return torch.from_numpy(product)[:, None] + (diag.to(v) - A.diagonal())[:, None] * v
 
 # %% ../../nbs/machines/05_direct.ipynb #e8cb611d
 def restore_(
@@ -308,7 +317,7 @@ def restore_(
     diag: Tensor, # the diagonal of K
 ) -> Tensor: # A
     "Undo cholesky_: the lower triangle becomes the mirror of the upper one again."
-    for i, e in strips(A.shape[0], 512):
+    for i, e in strips(A.shape[0], 128):
         U = A[i:e, i:e].triu(1)
         A[i:e, i:e] = U + U.T
         A[e:, i:e] = A[i:e, e:].T

@@ -784,7 +784,7 @@ def left_out_scores(
     X, Y, w = _mixed_rows(m, Y, w, most)
     K = _fitted_matrix(m, X)
     w = None if w is None else w.to(K)
-    seen = evidence(weigh_(K, w), max(m.fitted_ridge, 1e-6), Y.to(K), w)
+    seen = evidence(weigh_(K, w), max(m.fitted_ridge, 1e-6), Y.to(K), w, room=K)
     if seen is None: return None
     often = torch.ones(len(Y)).to(K) if w is None else w
     last = slice(max(len(Y) - left, 0), None)
@@ -815,14 +815,16 @@ def sharpness_of(
     w: np.ndarray, # n: how often each row counts
 ) -> float: # between 1 and 60
     "The a under which the labels are most probable: there the expected score is the true one."
-    excess = partial(_excess, S=S, Y=Y, w=w)
+    behind = S - S.max(axis=1, keepdims=True)
+    excess = partial(_excess, behind=behind, true=(behind * Y).sum(1), w=w)
     if excess(1.) >= 0: return 1.
     return 60. if excess(60.) <= 0 else float(brentq(excess, 1., 60., xtol=1e-13))
 
 # %% ../../nbs/machines/00_estimators.ipynb #ba4e5109
-def _excess(a: float, S: np.ndarray, Y: np.ndarray, w: np.ndarray) -> float:
-    "How far the expected score lies above the true one; it rises with a."
-    return float(w @ ((as_probability(S, a) * S).sum(1) - (S * Y).sum(1)))
+def _excess(a: float, behind: np.ndarray, true: np.ndarray, w: np.ndarray) -> float:
+    "How far the expected score lies above the true one, both behind the best; it rises with a."
+    p = np.exp(a * behind)
+    return float(w @ ((p * behind).sum(1) / p.sum(1) - true))
 
 # %% ../../nbs/machines/00_estimators.ipynb #26aae509
 def _plain(y: Any) -> Any:

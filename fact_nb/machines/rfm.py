@@ -684,13 +684,13 @@ def _next_fit(s: Settings, p: Problem, state: State) -> Fit | None:
 # %% ../../nbs/machines/01_rfm.ipynb #01ruleown
 def _fit_of_rule(s: Settings, p: Problem, state: State) -> Fit | None: # None: there is none
     "The fit that the update rule has at hand."
-    s, W = _with_ridge(s, state.ridge), root_of(state.M)
+    s = _with_ridge(s, state.ridge)
     try:
-        found = s.rule.solution(s, p, state.M, W, state.memory)
+        found = s.rule.solution(s, p, state.M, state.memory)
     except torch.OutOfMemoryError:
         p.sight = None                                  # the solvers may do with less
         return None
-    return None if found is None else _fit_of(s, p, state.M, W, found)
+    return None if found is None else _fit_of(s, p, state.M, root_of(state.M), found)
 
 # %% ../../nbs/machines/01_rfm.ipynb #20957532
 def _with_ridge(s: Settings, ridge: float | None) -> Settings:

@@ -132,7 +132,6 @@ class UpdateRule:
         s: "Settings", # with the ridge of the fit
         p: "Problem", # the data
         M: Tensor, # d × d or d
-        W: Tensor, # M^½
         memory: dict[str, Any] | None, # what the rule remembers of the last fit
     ) -> Solution | None: # None: the machine solves the system
         "α of a metric, where the rule has it at hand."
@@ -711,12 +710,14 @@ class Evidence(UpdateRule):
             end = _doubted(fit, sight, end, go)
         return _go_on_from(fit, sight, *end)
 
-    def solution(self, s: "Settings", p: "Problem", M: Tensor, W: Tensor,
+    def solution(self, s: "Settings", p: "Problem", M: Tensor,
                  memory: dict[str, Any] | None) -> Solution | None:
         sight = sight_of(s, p, self)
         if not _sees_all(sight, s, p): return None
         z = _point_of(sight, M, memory)
-        return _solution_at(sight, pack_point(W, s.ridge, self.stiffness) if z is None else z)
+        if z is None:
+            z = pack_point(root_of(M), s.ridge, self.stiffness)
+        return _solution_at(sight, z)
 
     def ridge_for(self, fit: "Fit") -> float | None:
         if not fit.problem.free_ridge or not fit.memory: return None
