@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Solution', 'solve', 'solve_grid', 'check_system', 'check_matrix', 'strips', 'inverse_of_lower', 'cholesky_',
-           'cho_solve', 'symmetric_product', 'sym_matmul', 'restore_', 'lower_factor', 'inverse_of', 'gram_of',
-           'alternating_signs', 'residual_of', 'eig_solve', 'refine_', 'shift_solve', 'shift_steps']
+           'cho_solve', 'symmetric_product', 'sym_matmul', 'vector_product', 'restore_', 'lower_factor', 'inverse_of',
+           'gram_of', 'alternating_signs', 'residual_of', 'eig_solve', 'refine_', 'shift_solve', 'shift_steps']
 
 # %% ../../nbs/machines/05_direct.ipynb #32c5ba25
 import math
@@ -304,12 +304,20 @@ def sym_matmul(
     return _by_strips(A, V.T.contiguous(), _strip_blocks(A, diag)).T
 
 # %% ../../nbs/machines/05_direct.ipynb #di0symvc
+def vector_product(
+    A: Tensor, # n × n, contiguous, on a CPU; the upper triangle is read, and the diagonal
+) -> Callable[[Tensor], Tensor]: # n → n, of A's precision
+    "v → A v by BLAS."
+    symv = blas.ssymv if A.dtype == torch.float32 else blas.dsymv
+    lower = A.detach().numpy().T                        # column by column: the other triangle
+    return lambda v: torch.from_numpy(symv(1., lower, v.numpy(), lower=1))
+
+# %% ../../nbs/machines/05_direct.ipynb #di0symvd
 def _by_symv(A: Tensor, diag: Tensor, v: Tensor) -> Tensor: # n × 1
     "K v by BLAS, whatever stands on A's diagonal."
-    multiply = blas.ssymv if A.dtype == torch.float32 else blas.dsymv
     with one_core_each():
-        product = multiply(1., A.numpy().T, v[:, 0].contiguous().numpy(), lower=1)
-    return torch.from_numpy(product)[:, None] + (diag.to(v) - A.diagonal())[:, None] * v
+        product = vector_product(A)(v[:, 0].contiguous())
+    return product[:, None] + (diag.to(v) - A.diagonal())[:, None] * v
 
 # %% ../../nbs/machines/05_direct.ipynb #e8cb611d
 def restore_(

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from scipy.linalg import blas
 from torch import Tensor
 
 from .direct import Solution, alternating_signs, inverse_of_lower
-from .direct import symmetric_product
+from .direct import symmetric_product, vector_product
 from .iterative import block_cg, cg
 from .kernels import Kernel
 
@@ -125,19 +124,12 @@ def _unexplained(kernel: Kernel, X: Tensor, F: Tensor) -> Tensor:
     left = (kernel.k(t) - F.square().sum(0)).clamp(min=0)
     return left.clamp(min=float(left.mean()) / 2)
 
-# %% ../../nbs/machines/16_landmarks.ipynb #ceb34c75
-def _vector_product(K: Tensor) -> Callable[[Tensor], Tensor]: # n → n
-    "v → v K by BLAS, from the upper triangle."
-    symv = blas.ssymv if K.dtype == torch.float32 else blas.dsymv
-    lower = K.detach().numpy().T                        # column by column: the other triangle
-    return lambda v: torch.from_numpy(symv(1., lower, v.numpy(), lower=1))
-
 # %% ../../nbs/machines/16_landmarks.ipynb #337ae031
 def triangle_product(
     K: Tensor, # n × n, contiguous, upper triangle
 ) -> Callable[[Tensor], Tensor]: # c × n → c × n
     "V → V K."
-    one, many = _vector_product(K), symmetric_product(K, K.diagonal())
+    one, many = vector_product(K), symmetric_product(K, K.diagonal())
     few = lambda V: torch.stack([one(v) for v in V])
     return lambda V: few(V) if len(V) <= _FEW else many(V)
 
