@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from fact_nb import RFM
+from fact_nb import RFM, RFMClassifier
 from fact_nb.machines.direct import cholesky_
 from fact_nb.machines.gradients import fact_core
 from fact_nb.machines.kernels import Gaussian, Laplace, Quadratic, median_bandwidth, strip_rows
@@ -71,6 +71,26 @@ def test_inside_a_call_has_one_core_and_errors_leave_no_trace(threads):
     assert (torch.get_num_threads(), cores()) == (3, 3)
     with pytest.raises(ZeroDivisionError):
         list(spread(lambda i: 1 / i, [1, 1, 0, 1]))
+
+
+class Counted(Laplace):
+    "A kernel that writes down how many threads torch had."
+    seen = []
+
+    def k_(self, t):
+        self.seen.append(torch.get_num_threads())
+        return super().k_(t)
+
+
+@pytest.mark.parametrize("update", ("fact", "evidence"))
+def test_an_estimator_makes_every_matrix_on_one_core(update, threads):
+    "The ridge at M = I, the fits, and the scores of rows that are left out."
+    threads(2)
+    X = points(150)
+    Counted.seen.clear()
+    RFMClassifier(kernel=Counted(), update=update).fit(X, (X[:, 0] > 0).long())
+    assert len(Counted.seen) >= 2 and set(Counted.seen) == {1}
+    assert torch.get_num_threads() == 2
 
 
 def test_strips_on_a_device_are_a_part_of_the_matrix():

@@ -42,6 +42,7 @@ from .rfm import RFM, Predictor, Settings
 from .selection import ErrorMetric, Selection, diagonal_of_inverse, distinct_rows
 from .selection import evidence, random_order, share_of, weigh_
 from .solvers import in_gb, memory_limit, plan_fit
+from .threads import one_core_each
 from .updates import Evidence, UpdateRule, update_rule
 from ..runtime import device as device_of
 from ..runtime import dtype_for
@@ -158,6 +159,7 @@ def _wrong_labels(F: Tensor, Y: Tensor, mean: Tensor) -> float:
     return share_of(F.argmax(1) != Y.argmax(1))
 
 # %% ../../nbs/machines/00_estimators.ipynb #8d2f2f7e
+@one_core_each()
 def _fit_machine(est: _Machine, X: Any, Y: np.ndarray, w: _Weights,
                  metric: ErrorMetric | None, val: tuple[Any, np.ndarray] | None) -> None:
     "Fit the RFM; sets mean_, encoding_, rfm_, M_, n_iter_, feature_importances_."
@@ -942,6 +944,7 @@ def _label_metric(est: RFMClassifier, Y: np.ndarray, w: _Weights) -> ErrorMetric
     return partial(_wrong_labels, mean=torch.tensor(mean))
 
 # %% ../../nbs/machines/00_estimators.ipynb #9ace7182
+@one_core_each()
 def _calibrated(est: RFMClassifier, Y: np.ndarray, w: _Weights) -> float:
     "The sharpness of the probabilities."
     found = None if Y.shape[1] < 2 or est.multilabel_ else _left_out(est, Y, w)

@@ -912,6 +912,7 @@ def _learning_rows(s: Settings, p: Problem, start: float) -> Problem:
     return rows
 
 # %% ../../nbs/machines/01_rfm.ipynb #7f52b2b6
+@one_core_each()
 def begin_run(
     s: Settings, # as the machine has them
     p: Problem, # the data
