@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FASTEST', 'SHAPES', 'lu_reference', 'floor_loop', 'have_xrfm', 'fit_xrfm', 'missing_row', 'bench_loop', 'bench_shape',
-           'neighbours', 'bench_threads', 'bench_estimators', 'bench_update', 'bench', 'reached_target', 'speed_answer']
+           'neighbours', 'bench_threads', 'bench_estimators', 'fit_table', 'bench_estimator_threads', 'bench_update',
+           'bench', 'reached_target', 'speed_answer']
 
 # %% ../../nbs/bench/02_rfm.ipynb #e5dec97c
 import importlib.util
@@ -12,9 +13,11 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
@@ -344,6 +347,55 @@ def bench_estimators(rounds: int, n: int = 1000, d: int = 20) -> list[BenchRow]:
         rows += [_estimator_row(t, "default", size, "≤ 1"), _estimator_row(t, "fact", size, "")]
     return rows
 
+# %% ../../nbs/bench/02_rfm.ipynb #est0thr1
+_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+@contextmanager
+def _limits(given: dict[str, str]) -> Iterator[None]:
+    "Inside, these are the limits to threads that a new process sees, and no others."
+    before = {k: os.environ.pop(k) for k in _LIMITS if k in os.environ}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for k in given:
+            del os.environ[k]
+        os.environ.update(before)
+
+# %% ../../nbs/bench/02_rfm.ipynb #est0thr2
+def fit_table(
+    n: int, # rows
+    c: int, # 1, or classes
+    times: int, # that often
+) -> None:
+    "Fits of an estimator at its defaults."
+    fit = _tables(_task(n, 20, c), c)["default"]
+    for _ in range(times):
+        fit()
+
+def _worker(given: dict[str, str]) -> ProcessPoolExecutor:
+    "A process of its own under these limits, which has fitted once."
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    with _limits(given):
+        pool.submit(fit_table, 100, 1, 1).result()
+    return pool
+
+# %% ../../nbs/bench/02_rfm.ipynb #est0thr3
+def _done_by(pool: ProcessPoolExecutor, *work: Any) -> None:
+    "Work that is done when this returns."
+    pool.submit(*work).result()
+
+def bench_estimator_threads(rounds: int, n: int = 1000, times: int = 5) -> list[BenchRow]:
+    "An estimator with the threads that a machine offers, against one."
+    cores, rows = os.cpu_count() or 1, list[BenchRow]()
+    with _worker({}) as free, _worker(dict(OMP_NUM_THREADS="1")) as tied:
+        for c in (10, 1):
+            runs: _Runs = dict(all=partial(_done_by, free, fit_table, n, c, times),
+                               one=partial(_done_by, tied, fit_table, n, c, times))
+            rows += [_threads_row(runs, rounds, f"estimator, n={n}, c={c}", busy, target)
+                     for busy, target in ((0, "≤ 1.1"), (cores, "≤ 1.3"))]
+    return rows
+
 # %% ../../nbs/bench/02_rfm.ipynb #65eab0f1
 def _modular_sums(p: int) -> tuple[Tensor, Tensor]: # X (n × 2p), Y (n × p)
     "(x + y) mod p on half of the pairs, one-hot, float64."
@@ -383,7 +435,7 @@ def _whole_suite(rounds: int) -> list[BenchRow]:
         rows += bench_estimators(rounds)
     for c in (10, 1):
         rows += bench_threads(rounds, 4000, c=c)
-    return rows
+    return rows + bench_estimator_threads(rounds)
 
 # %% ../../nbs/bench/02_rfm.ipynb #5b7f6865
 def bench(rounds: int = 7, quick: bool = False) -> list[BenchRow]:
