@@ -65,11 +65,14 @@ def _has_entry(name: str, file: str) -> bool: # name inside its module: RFM.fit
 @cache
 def places() -> dict[str, Home]: # full name → place
     "Every public function, class and method of the package."
-    found = {}
+    found, taken = dict[str, Home](), set[tuple[str, str]]()
     for module, symbols in INDEX["syms"].items():
         for name, (address, file) in symbols.items():
             if not _has_entry(name.removeprefix(module + "."), file): continue
             page, _, anchor = address.partition("#")
+            if (page, anchor) in taken:                 # a class and a function: Answer, answer
+                anchor += "-2"
+            taken.add((page, anchor))
             found[name] = Home(page, anchor, file)
     return found
 
@@ -208,8 +211,8 @@ def _words(comment: str, v: Vocabulary) -> str:
 
 # %% ../../nbs/lab/20_documentation.ipynb #ae4a5a8b
 def _safe(text: str) -> str:
-    "Text for HTML inside Markdown, where a star stays a star."
-    return escape(text).replace("*", "&#42;")
+    "Text for HTML inside Markdown, where a star stays a star, and an underscore."
+    return escape(text).replace("*", "&#42;").replace("_", "&#95;")
 
 # %% ../../nbs/lab/20_documentation.ipynb #f586afb3
 def _own_classes(cls: type) -> list[type]:
@@ -485,7 +488,7 @@ def summary_of(source: str) -> str: # HTML
     "What stands on the fold of a cell of code."
     defined = [n for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     names = [n.name for n in defined] or _constants(source)
-    shown = ", ".join(_code(n) for n in names[:4]) + (", …" if len(names) > 4 else "")
+    shown = ", ".join(f"<code>{_safe(n)}</code>" for n in names[:4]) + (", …" if len(names) > 4 else "")
     said = _first_words(defined)
     return f"{shown}: {_words(said, Vocabulary(''))}" if said else shown or "Source"
 
@@ -533,7 +536,7 @@ def _kind_of(cell: Any) -> set[str]:
 def _make_room(cell: Any, page: str) -> None:
     "Give a section another anchor where an entry of its page has the same."
     head, _, rest = cell.source.partition("\n")
-    anchor = re.sub(r"[^a-z]+", "-", head.lower()).strip("-")
+    anchor = re.sub(r"[^a-z_]+", "-", head.lower()).strip("-")
     taken = {h.anchor for h in places().values() if h.page == page}
     if "{#" not in head and anchor in taken:
         cell.source = f"{head} {{#about-{anchor}}}\n{rest}"

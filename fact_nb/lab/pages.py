@@ -73,7 +73,7 @@ def verdict_class(verdict: str) -> str:
 def chip(verdict: str) -> str: # HTML
     "A verdict as a coloured chip, also where no stylesheet is."
     colour = VERDICT_COLOURS.get(verdict, VERDICT_COLOURS[NOT_RUN])
-    look = f"background:{colour};color:#fff;padding:0 .5em;border-radius:.8em;white-space:nowrap"
+    look = f"background:{colour};color:#fff;padding:0 .5em;border-radius:.8em"
     return f'<span class="verdict {verdict_class(verdict)}" style="{look}">{escape(verdict)}</span>'
 
 # %% ../../nbs/lab/06_pages.ipynb #264c5700
@@ -99,7 +99,7 @@ def _row(v: Verdict) -> str:
 def mark_chips(marks: Iterable[Mapping[str, str]], # each with `mark` and `detail`
               ) -> str: # HTML
     "What else to know about a verdict: a small chip each, the detail when the pointer rests on it."
-    look = "border:1px solid;border-radius:.8em;padding:0 .4em;font-size:.8em;white-space:nowrap"
+    look = "border:1px solid;border-radius:.8em;padding:0 .4em;font-size:.8em"
     return "".join(f' <span class="mark" style="{look}" title="{escape(m["detail"], quote=True)}">'
                    f'{escape(m["mark"])}</span>' for m in marks)
 
