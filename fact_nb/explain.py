@@ -133,7 +133,7 @@ def type_in_words(annotation: object) -> str:
     "A type as one would say it: Tensor, not torch.Tensor."
     if annotation is inspect.Parameter.empty: return ""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text).replace("NoneType", "None")
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text).replace("NoneType", "None").replace("~", "")
 
 # %% ../nbs/05_explain.ipynb #4e4baa8e
 def default_in_words(p: inspect.Parameter) -> str: # empty where there is none

@@ -396,7 +396,7 @@ _LEADS = dict.fromkeys(("regression 64k", "regression 250k"), "≥ .01") | dict.
 def _lead_row(task: str, c: Any) -> BenchRow:
     "The lead on one table, ± one standard error where there is one."
     ahead, off = float(c.ahead), 0. if np.isnan(c.error) else float(c.error)
-    note = f"{c.RFM:.4f} against {c.LightGBM:.4f}, {int(c.seeds)} seeds; ± one s.e."
+    note = f"{c.RFM:.4f} against {c.LightGBM:.4f}, seeds: {int(c.seeds)}; ± one s.e."
     return BenchRow(name=f"{task}: RFM − LightGBM", ratio=ahead, low=ahead - off,
                     high=ahead + off, target=_LEADS.get(task, ""), note=note)
 

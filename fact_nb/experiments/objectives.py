@@ -221,6 +221,8 @@ MODELS: dict[str, dict[str, Any]] = dict(
     press=dict(update=Ladder()),
     evidence=dict(update=Evidence(steps=10, sampled=1, stiffness=1., doubt=False)),
     geometric=dict(update="fact", iters=3, ridge=1e-2), identity=dict(update="fact", iters=0))
+_MODEL_NAMES = dict(press="leave-one-out", evidence="evidence in ten steps",
+                    geometric="FACT geometric", identity="M = I")
 
 # %% ../../nbs/experiments/18_objectives.ipynb #oe0032
 def _fold_accuracy(T: Table, settings: dict[str, Any]) -> float:
@@ -342,7 +344,7 @@ def judge_tables(r: Result) -> Judgement | None:
     w = table_points(r)
     if len(w) < 40: return None
     against = [versus(w, OURS, m) for m in ("geometric", "evidence", "identity")]
-    shown = ", ".join(f"{m} {w[m].mean():.2f}" for m in MODELS)
+    shown = ", ".join(f"{_MODEL_NAMES[m]} {w[m].mean():.2f}" for m in MODELS)
     return judge(against[0].difference >= threshold("objectives-tables", "points"),
                  f"{len(w)} tables: {shown}", estimates=tuple(map(gain_estimate, against)))
 

@@ -488,7 +488,9 @@ def summary_of(source: str) -> str: # HTML
     "What stands on the fold of a cell of code."
     defined = [n for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     names = [n.name for n in defined] or _constants(source)
-    shown = ", ".join(f"<code>{_safe(n)}</code>" for n in names[:4]) + (", …" if len(names) > 4 else "")
+    shown = ", ".join(f"<code>{_safe(n)}</code>" for n in names[:4])
+    if len(names) > 4:
+        shown += ", …"
     said = _first_words(defined)
     return f"{shown}: {_words(said, Vocabulary(''))}" if said else shown or "Source"
 
