@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from scipy.linalg import blas
 from torch import Tensor
 
 from .direct import Solution, alternating_signs, inverse_of_lower
@@ -78,6 +79,20 @@ def rows_at_random(
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     return order[:count].sort().values
 
+# %% ../../nbs/machines/16_landmarks.ipynb #lmtrmm00
+def _lower_times_(L: Tensor, B: Tensor) -> Tensor: # like B, which may be overwritten
+    "L B for a lower triangle, at half of the work of a product."
+    if B.device.type != "cpu": return L @ B
+    times = blas.strmm if B.dtype == torch.float32 else blas.dtrmm
+    turned = times(1., L.numpy(), B.numpy().T, side=1, lower=1, trans_a=1, overwrite_b=1)
+    return torch.from_numpy(turned.T)
+
+def _lower_gram(A: Tensor) -> Tensor: # m × m; its lower triangle is filled
+    "A Aᵀ, at half of the work of a product."
+    if A.device.type != "cpu": return A @ A.T
+    gram = blas.ssyrk if A.dtype == torch.float32 else blas.dsyrk
+    return torch.from_numpy(gram(1., A.numpy().T, trans=1, lower=1))
+
 # %% ../../nbs/machines/16_landmarks.ipynb #3711561f
 def landmark_inverse(
     kernel: Kernel, # with its bandwidth set
@@ -91,15 +106,17 @@ def landmark_inverse(
     rows = kernel(X[some], X)                           # m × n
     L, failed = torch.linalg.cholesky_ex(_propped(rows[:, some]))
     if failed: return None
-    F = inverse_of_lower(L) @ rows                      # faster than n triangular systems
+    F = _lower_times_(inverse_of_lower(L), rows)        # faster than n triangular systems
     return _woodbury(F, _unexplained(kernel, X, F) + ridge)
 
 # %% ../../nbs/machines/16_landmarks.ipynb #589e38bb
 def _woodbury(F: Tensor, D: Tensor) -> Callable[[Tensor], Tensor] | None:
     "R → R (FᵀF + D)⁻¹; None where the inner matrix has no factor."
-    G = F / D                                           # F D⁻¹
-    inner = G @ F.T
+    root = D.sqrt()
+    G = F / root
+    inner = _lower_gram(G)                              # F D⁻¹ Fᵀ
     inner.diagonal().add_(1)
+    G /= root                                           # F D⁻¹
     middle = _inverse_in_double(inner)
     if middle is None: return None
     return lambda R: R / D - ((R @ G.T).double() @ middle).to(R) @ G

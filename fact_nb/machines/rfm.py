@@ -543,16 +543,16 @@ def _refines_here(plan: SolverPlan, s: Settings, X: Tensor) -> bool:
 def _direct(s: Settings, p: Problem, M: Tensor, W: Tensor, store: bool) -> Fit:
     "Hold K (and C) in memory, and solve."
     Z = _mapped(p.X, W)
-    sol = _solve_in_memory(s, p, Z, _kernel_matrix(s, p, Z, store))
+    sol = _solve_in_memory(s, p, Z, _kernel_matrix(s, p, Z, store), store and s.rule.rough)
     fit = _fit_of(s, p, M, W, sol)
     if store:
         p.holder = fit
     return fit
 
 # %% ../../nbs/machines/01_rfm.ipynb #fd03ce22
-def _solve_in_memory(s: Settings, p: Problem, Z: Tensor, K: Tensor) -> Solution:
+def _solve_in_memory(s: Settings, p: Problem, Z: Tensor, K: Tensor, rough: bool) -> Solution:
     "α from the matrix, by landmarks or by a factor."
-    found = _by_landmarks(s, p, Z, K)
+    found = _by_landmarks(s, p, Z, K, rough)
     return _by_factor(s, p, K) if found is None else found
 
 # %% ../../nbs/machines/01_rfm.ipynb #317e272a
@@ -573,10 +573,12 @@ def _weigh_(K: Tensor, w: Tensor | None) -> Tensor | None: # u, n × 1
     return u
 
 # %% ../../nbs/machines/01_rfm.ipynb #5d1f7a61
-def _by_landmarks(s: Settings, p: Problem, Z: Tensor, K: Tensor) -> Solution | None:
+def _by_landmarks(s: Settings, p: Problem, Z: Tensor, K: Tensor,
+                  rough: bool) -> Solution | None:
     "α without a factor, where that may pay and does arrive."
     if not _worth_a_try(s, p, Z): return None
-    found = solve_by_landmarks(s.kernel, Z, K, p.Y, s.ridge)
+    tol = 1e-2 if rough else 2e-4
+    found = solve_by_landmarks(s.kernel, Z, K, p.Y, s.ridge, tol=tol)
     p.factors = found is None
     return found
 
@@ -1032,14 +1034,21 @@ class RFM(Settings):
             raise ValueError("this RFM is not fitted yet: call fit first")
         return self.predictor(X)
 
+# %% ../../nbs/machines/01_rfm.ipynb #01isroug
+def _is_rough(s: Settings, history: list[dict[str, Any]], t: int) -> bool:
+    "Was a fit solved only as far as an update needs?"
+    if not s.rule.rough or t >= s.iters: return False
+    return any(row["iter"] == t and row["solver"] == "landmarks" for row in history)
+
 # %% ../../nbs/machines/01_rfm.ipynb #77a4d8bd
 @torch.no_grad()
 @one_core_each()
 def _conclusion(run: MachineRun) -> tuple[Kept, list[dict[str, Any]]]: # the chosen fit, the history
-    "Choose the iterate; fit α again if rows were held out, or if it was not kept."
+    "Choose the iterate; fit α again if rows were held out, if it was not kept, or is rough."
     s, history = run.settings, run.state.history
     chosen = s.selection.choose(run.state.seen)
-    if s.holdout is None and chosen.alpha is not None: return chosen, history
+    kept = chosen.alpha is not None and not _is_rough(s, history, chosen.t)
+    if s.holdout is None and kept: return chosen, history
     fit = _refit(run, chosen)
     if s.holdout is not None:
         history = history + [dict(iter=chosen.t, solver=fit.solver, note="refit on all rows")]

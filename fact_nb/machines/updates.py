@@ -93,6 +93,7 @@ class UpdateRule:
     "How the next metric is made from a fit. A dataclass below this one writes `propose`."
     looks: ClassVar[bool] = False # does `look` need the coefficients of the last fit too?
     rescales: ClassVar[bool] = True # may M be rescaled after the update?
+    rough: ClassVar[bool] = False # is α to a hundredth enough to update from?
     usual: ClassVar[int] = 3 # updates, where none were asked for
     criterion: ClassVar[str] = "loo" # what chooses a ridge at M = I that was left open
 
@@ -175,6 +176,7 @@ class Fact(UpdateRule):
     geometric: bool | str = True # average with the last M; "simple" for inner-product kernels
     negative: str = "abs" # negative eigenvalues of FACT·M: "abs", as the paper, or "clip"
     ridge: float | None = None # of the fit that FACT is read from; None: the machine's own
+    rough: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_choice(self.geometric, "geometric", (True, False, "simple"))
@@ -204,6 +206,7 @@ class Nfa(UpdateRule):
     "The Neural Feature Ansatz: M ← AGOP^s."
     power: float = 1. # s
     negative: str = "clip" # eigenvalues below zero; "stay" with power 1
+    rough: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number(self.power, "power", above=0)
