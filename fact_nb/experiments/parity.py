@@ -623,7 +623,7 @@ def judge_geometric(r: Result) -> Judgement | None:
     "Does averaging keep what plain FACT learns?"
     f = _last_accuracies(r)
     if not {"fact", "plain"} <= set(f) or r.config["d"] != 50: return None
-    ours = (f"parity: {f.fact.min():.3f} with averaging, {f.plain.min():.3f} without, "
+    ours = (f"{f.fact.min():.3f} with averaging, {f.plain.min():.3f} without, "
             f"{len(f)} runs each")
     return judge(_is_kept(f), ours, _working_settings_in_words(r))
 
@@ -654,7 +654,7 @@ def _where_defined(g: pd.DataFrame) -> str: # of undefined_roots
 def _lows_in_words(g: pd.DataFrame) -> str: # of undefined_roots
     "The smallest eigenvalues at the start and later."
     lows = ", ".join(f"k = {k}: {x.low_at_start:.2g} (later {x.low:.2g})" for k, x in g.iterrows())
-    return f"parity: smallest eigenvalue of FACT / largest at iteration 0, {lows}"
+    return f"smallest eigenvalue of FACT / largest at iteration 0, {lows}"
 
 # %% ../../nbs/experiments/05_parity.ipynb #984fc55e
 def judge_undefined(r: Result) -> Judgement | None:
