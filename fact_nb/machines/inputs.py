@@ -184,10 +184,10 @@ def _scales(mean: np.ndarray, var: np.ndarray, shared: list[Any]) -> np.ndarray:
     return np.sqrt(np.where(together > 0, together, 1.))
 
 # %% ../../nbs/machines/12_inputs.ipynb #244800e0
-def _summed(var: np.ndarray, shared: list[Any]) -> pd.Series: # k
+def _summed(var: np.ndarray, shared: list[Any]) -> np.ndarray: # k
     "At each column the sum over those that have the same value in `shared`."
     groups, _ = pd.factorize(pd.Series(shared))
-    return pd.Series(var).groupby(groups).transform("sum")
+    return np.bincount(groups, weights=var)[groups]
 
 # %% ../../nbs/machines/12_inputs.ipynb #f0421094
 def _scale_group(e: Encoding, i: int) -> tuple[Any, Any]: # equal for outputs that share a scale

@@ -806,9 +806,11 @@ def _above_diagonal(A: Tensor) -> Tensor:
 
 # %% ../../nbs/machines/02_kernels.ipynb #f9e61694
 def _median(values: Tensor) -> float: # 1 where there is none
-    "The lower median."
+    "The lower median; the values change places."
     middle = (len(values) - 1) // 2
-    return float(np.partition(values.numpy(), middle)[middle]) if len(values) else 1.
+    if not len(values): return 1.
+    values.numpy().partition(middle)
+    return float(values[middle])
 
 # %% ../../nbs/machines/02_kernels.ipynb #bba9a826
 def _weighted_median(values: Tensor, counts: Tensor) -> float: # 1 where there is none
