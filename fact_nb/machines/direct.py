@@ -417,9 +417,21 @@ class _Answer(NamedTuple):
     note: str = "" # what went wrong before
     steps: int = 0 # of conjugate gradients
 
+# %% ../../nbs/machines/05_direct.ipynb #05beside
+def _beside(S: _System, ridge: float) -> Tensor | None: # α; None where there is no factor to trust
+    "Cholesky in memory of its own."
+    if ridge <= 0 or len(S.A) >= 1500 or not _lapack_takes(S.A): return None
+    A = S.A.clone()
+    A.diagonal().copy_(S.diag)
+    with one_core_each():
+        L, failed = lower_factor(A, ridge, out=A)
+    return None if failed else cho_solve(L, S.Y)
+
 # %% ../../nbs/machines/05_direct.ipynb #1c804032
-def _solve_one(S: _System, ridge: float) -> _Answer:
+def _solve_one(S: _System, ridge: float, alone: bool) -> _Answer:
     "One ridge, by the first step that works; A keeps K in its upper triangle."
+    alpha = _beside(S, ridge) if alone else None
+    if alpha is not None: return _Answer(alpha, "cholesky")
     why = _factor(S.A, S.diag, ridge)
     if why is None: return _Answer(cho_solve(S.A, S.Y), "cholesky")
     if not _finite(S.A): raise ValueError("K contains nan or inf")
@@ -513,10 +525,10 @@ def _checked(S: _System, answer: _Answer, ridge: float, start: float) -> Solutio
     return Solution(alpha, method, ridge, residual, note, time.perf_counter() - start, steps)
 
 # %% ../../nbs/machines/05_direct.ipynb #e12ae6e9
-def _solve_factor(S: _System, ridge: float) -> Solution:
+def _solve_factor(S: _System, ridge: float, alone: bool = False) -> Solution:
     "Cholesky at one ridge, with the fallback."
     start = time.perf_counter()
-    return _checked(S, _solve_one(S, ridge), ridge, start)
+    return _checked(S, _solve_one(S, ridge, alone), ridge, start)
 
 # %% ../../nbs/machines/05_direct.ipynb #6a7dc7fb
 def _by_eigh(S: _System, ridges: set[float]) -> dict[float, Solution]:
@@ -664,6 +676,8 @@ def _least_eigenvalue(S: _System, ridge: float) -> float:
 # %% ../../nbs/machines/05_direct.ipynb #dbc27036
 def _by_factors(S: _System, ridges: set[float]) -> dict[float, Solution]:
     "Factor at one ridge, serve its neighbours from that factor, until none is left."
+    if len(ridges) == 1 and not S.refine:
+        return {r: _solve_factor(S, r, alone=True) for r in ridges}
     todo = sorted(ridges)
     found: dict[float, Solution] = {}
     least: float | None = None
